@@ -1,0 +1,81 @@
+# Every target does its own set-up; each can be run twice.  `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+ENGINE := .venv-engine
+BIN := $(CURDIR)/$(VENV)/bin
+export PATH := $(BIN):$(PATH)
+
+ENGINE_LOCK := roles/sglang_engine/files/requirements-cpu.txt
+HOUSE_LOCKS := $(ENGINE_LOCK) roles/sweep_client/files/requirements.txt requirements/engine-test.txt
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install --quiet --require-hashes
+
+.PHONY: help setup demo test lint test-python test-backend molecule engine wheelhouse lock format clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- set-up -------------------------------------------------------------------------------------------------
+setup: $(VENV)/.ready ## the controller's virtual environment, .venv
+
+$(VENV)/.ready: requirements/dev.txt pyproject.toml
+	@echo "setup: making $(VENV) from requirements/dev.txt"
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"found Python {v.major}.{v.minor}, expected 3.11 or newer: run make PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -r requirements/dev.txt
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+wheelhouse: ## the engine's wheels for hosts without a way out; prints where they lie
+	@tools/wheelhouse.sh --python 3.11 $(HOUSE_LOCKS)
+
+engine: $(ENGINE)/.ready ## the real SGLang on this machine's CPU, with the backend, in .venv-engine
+
+$(ENGINE)/.ready: $(HOUSE_LOCKS) backend/pyproject.toml | setup
+	@echo "engine: installing SGLang for the CPU into $(ENGINE)"
+	@house=$$(tools/wheelhouse.sh --python 3.11 $(HOUSE_LOCKS)); \
+	 $$(command -v python3.11 || command -v $(PYTHON)) -m venv --clear $(ENGINE); \
+	 $(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+	   --no-index --find-links "$$house" -r $(ENGINE_LOCK) -r requirements/engine-test.txt; \
+	 PYTHONPATH=$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages) $(ENGINE)/bin/python -m pip install --quiet \
+	   --disable-pip-version-check --no-deps --no-build-isolation --editable backend
+	@touch $@
+
+# --- the main job -------------------------------------------------------------------------------------------
+demo: setup ## nothing -> a measured sweep of the seed's grid on the real SGLang, in a real systemd host
+	@tools/demo.sh
+
+# --- tests --------------------------------------------------------------------------------------------------
+test: lint test-python test-backend molecule ## everything CI runs
+	@echo "make test: every runner passed"
+
+lint: setup ## ruff, mypy, yamllint, ansible-lint (production profile)
+	ruff check .
+	ruff format --check .
+	mypy
+	yamllint --strict .
+	ansible-lint --offline --strict
+
+test-python: setup ## tuning, modules, filters, roles' argument specs, test hosts
+	pytest
+
+test-backend: engine ## the backend on the real SGLang
+	cd backend && $(CURDIR)/$(ENGINE)/bin/python -m pytest
+
+molecule: setup ## the roles on real systemd hosts: deploy, then a short sweep
+	@tools/molecule.sh default sweep
+
+# --- keeping house ------------------------------------------------------------------------------------------
+format: setup ## put Python into the house's format
+	ruff check --fix .
+	ruff format .
+
+lock: ## make the hash-locked requirements anew from requirements/*.in (needs uv)
+	@tools/lock.sh
+
+clean: ## remove what the targets made in the tree, and the test hosts; caches stay
+	@[[ ! -d /sys/class/net ]] || python3 testhosts/testhosts.py down --all || true
+	rm -rf $(VENV) $(ENGINE) build dist .pytest_cache .mypy_cache .ruff_cache .ansible .hypothesis

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# `make demo`: a real systemd host on this machine, the real SGLang in it, deployed and swept by Ansible.
+# Needs root on a Debian-family machine; everything else it brings itself. The host is taken down at the end,
+# whatever the end; its disk, the template and the wheels stay in the cache, so that a second run is quick.
+#
+#   GRID=quick make demo          another grid (default: seed)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+grid=${GRID:-seed}
+host=demo1
+address=10.90.0.11
+hosts=(python3 testhosts/testhosts.py)
+step() { printf '\n=== [%3d s] %s\n' "$SECONDS" "$*"; }
+
+step "Test host: packages, template; wheels (each once, then cached)"
+"${hosts[@]}" deps
+tools/wheelhouse.sh --python 3.11 roles/sglang_engine/files/requirements-cpu.txt \
+    roles/sweep_client/files/requirements.txt requirements/engine-test.txt >.venv/wheelhouse &
+wheels=$!
+"${hosts[@]}" template >/dev/null
+wait "$wheels"
+
+trap '"${hosts[@]}" down --keep "$host"' EXIT
+step "Host $host"
+"${hosts[@]}" up "$host=$address" --bind "$(<.venv/wheelhouse):/srv/wheelhouse" --bind "$PWD/models/demo:/srv/models"
+
+step "ansible-playbook -i inventory/demo deploy.yml"
+ansible-playbook -i inventory/demo deploy.yml
+step "ansible-playbook -i inventory/demo sweep.yml -e grid=$grid"
+ansible-playbook -i inventory/demo sweep.yml -e "grid=$grid"
+step "Done. The report: results/latest/report.md (and report.csv, trials.jsonl beside it)"
