@@ -1,0 +1,240 @@
+"""What a study says: one row a trial, and the row that won."""
+
+from __future__ import annotations
+
+import csv as csv_module
+import io
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from tuning.models import Configuration, TrialFact
+from tuning.store import Study
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: Rates closer than this are a tie, and a tie goes to the smaller tree.
+TIE = 0.01
+
+COLUMNS = ("row", "status", "tok/s", "accept length", "verify steps", "\u00d7 AR", "same as AR", "boot s")
+
+_CSV = (
+    *("host", "row", "arm", "budget", "topk", "status", "tok_s", "accept_length", "verify_steps"),
+    *("times_ar", "same_as_ar", "prompts", "boot_s", "note"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report. ``None`` is shown as an empty cell."""
+
+    host: str
+    configuration: Configuration
+    status: str
+    tok_s: float | None
+    accept_length: float | None
+    verify_steps: int | None
+    times_ar: float | None
+    same_as_ar: tuple[int, int] | None
+    boot_s: float | None
+    note: str
+
+    @property
+    def label(self) -> str:
+        """The configuration's label."""
+        return self.configuration.label
+
+
+def rows(facts: Sequence[TrialFact]) -> list[Row]:
+    """One row a fact, in the order given, each compared with its own host's AR arm."""
+    return [_row(fact, _ar_of(facts, fact)) for fact in facts]
+
+
+def _row(fact: TrialFact, ar: TrialFact | None) -> Row:
+    note = ""
+    if fact.failure is not None:
+        note = f"{fact.failure.kind}: {fact.failure.summary}"
+    elif fact.measurement is not None:
+        note = "; ".join(fact.measurement.warnings)
+    rate = tok_s(fact)
+    ar_rate = tok_s(ar) if ar is not None else None
+    acceptance = fact.measurement.acceptance.responses if fact.measurement is not None else None
+    return Row(
+        host=fact.host,
+        configuration=fact.configuration,
+        status=fact.status,
+        tok_s=rate,
+        accept_length=acceptance.tau if acceptance else None,
+        verify_steps=acceptance.steps if acceptance else None,
+        times_ar=rate / ar_rate if rate and ar_rate else None,
+        same_as_ar=same_as_ar(fact, ar) if ar is not None else None,
+        boot_s=fact.phases.boot_s if fact.phases is not None else None,
+        note=note,
+    )
+
+
+def tok_s(fact: TrialFact) -> float | None:
+    """Tokens per second at the lowest level the fact measured; None for a fact without one."""
+    return fact.measurement.lowest().tok_s if fact.measurement is not None else None
+
+
+def _ar_of(facts: Sequence[TrialFact], fact: TrialFact) -> TrialFact | None:
+    """The host's measured AR fact with the same workload; the middle one by tok/s of several."""
+    found = [
+        f
+        for f in facts
+        if f.host == fact.host
+        and f.configuration.arm == "ar"
+        and f.status == "ok"
+        and f.measurement is not None
+        and (fact.measurement is None or f.measurement.workload.digest == fact.measurement.workload.digest)
+    ]
+    return sorted(found, key=lambda f: tok_s(f) or 0.0)[len(found) // 2] if found else None
+
+
+def same_as_ar(fact: TrialFact, ar: TrialFact) -> tuple[int, int] | None:
+    """(n, N): of N prompts, n whose output at every level is the AR arm's, token for token."""
+    if fact.measurement is None or ar.measurement is None:
+        return None
+    mine: dict[str, set[str]] = defaultdict(set)
+    for level in fact.measurement.levels:
+        for record in level.records:
+            mine[record.prompt_id].add(record.output_sha256 if record.ok else "")
+    theirs = ar.measurement.outputs
+    return sum(mine[prompt] == {digest} for prompt, digest in theirs.items()), len(theirs)
+
+
+def best(study: Study | Sequence[TrialFact]) -> TrialFact | None:
+    """The ``ok`` fact to promote, or None when no row is ok.
+
+    Highest tok/s at the lowest level measured; rates within 1 % of the highest tie, and the tie goes to the
+    smaller budget, then the smaller topk (an arm without a tree counts as 0). With several hosts a
+    configuration must be ok on every host that tried it; its score is the mean over hosts of tok/s over that
+    host's own AR rate (of plain tok/s when a host has no AR row), and the host with the
+    highest tok/s gives the fact returned.
+    """
+    facts = study.facts() if isinstance(study, Study) else list(study)
+    measured = [f for f in facts if f.status == "ok" and f.measurement is not None]
+    if not measured:
+        return None
+    base = {f.host: _ar_of(facts, f) for f in measured}
+    normalised = len(base) > 1 and all(ar is not None for ar in base.values())
+
+    def score(fact: TrialFact) -> float:
+        ar = base[fact.host]
+        rate = tok_s(fact) or 0.0
+        return rate / (tok_s(ar) or rate or 1.0) if normalised and ar is not None else rate
+
+    groups: dict[str, list[TrialFact]] = defaultdict(list)
+    for fact in measured:
+        groups[fact.configuration.id].append(fact)
+    tried: dict[str, set[str]] = defaultdict(set)
+    for fact in facts:
+        tried[fact.configuration.id].add(fact.host)
+    scores = {
+        key: fmean(median(score(f) for f in group if f.host == host) for host in tried[key])
+        for key, group in groups.items()
+        if {f.host for f in group} == tried[key]
+    }
+    if not scores:
+        return None
+    top = max(scores.values())
+
+    def size(key: str) -> tuple[int, int, float]:
+        made = groups[key][0].configuration
+        return made.budget or 0, made.topk or 0, -scores[key]
+
+    winner = min((key for key, value in scores.items() if value >= top * (1 - TIE)), key=size)
+    return max(groups[winner], key=lambda f: tok_s(f) or 0.0)
+
+
+def _cells(row: Row) -> list[str]:
+    same = f"{row.same_as_ar[0]}/{row.same_as_ar[1]}" if row.same_as_ar else ""
+    status = row.status
+    if row.note and row.status != "ok":
+        status = f"{row.status} ({row.note.partition(':')[0]})"
+    return [
+        row.label,
+        status,
+        _number(row.tok_s, 1),
+        _number(row.accept_length, 2),
+        "" if row.verify_steps is None else str(row.verify_steps),
+        _number(row.times_ar, 2),
+        same,
+        _number(row.boot_s, 1),
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _lines(study: Study) -> tuple[tuple[str, ...], list[tuple[Row, list[str]]], TrialFact | None, list[str]]:
+    """Columns, rows with their cells, the winner, and what could not be read."""
+    contents = study.read()
+    made = rows(contents.facts)
+    many = len({row.host for row in made}) > 1
+    columns = ("host", *COLUMNS) if many else COLUMNS
+    cells = [(row, [row.host, *_cells(row)] if many else _cells(row)) for row in made]
+    return columns, cells, best(contents.facts), contents.problems
+
+
+def table(study: Study) -> Table:
+    """The study as a rich table; the winner's row is bold, failed rows are red."""
+    from rich.table import Table
+    from rich.text import Text
+
+    columns, lines, winner, problems = _lines(study)
+    made = Table(title=f"study {study.name}", caption="\n".join(_captions(lines, winner, problems)))
+    for name in columns:
+        made.add_column(name, justify="left" if name in ("host", "row", "status") else "right")
+    for row, cells in lines:
+        won = winner is not None and row.configuration.id == winner.configuration.id
+        style = "bold green" if won else "red" if row.status == "failed" else ""
+        made.add_row(*(Text(cell) for cell in cells), style=style)
+    return made
+
+
+def _captions(lines: list[tuple[Row, list[str]]], winner: TrialFact | None, problems: list[str]) -> list[str]:
+    said = [f"best: {winner.configuration.label}" if winner else "no row is ok"]
+    said += [f"{row.label}: {row.note}" for row, _ in lines if row.note]
+    return said + problems
+
+
+def markdown(study: Study) -> str:
+    """The study as a Markdown page."""
+    columns, lines, winner, problems = _lines(study)
+    out = [f"# Study {study.name}", ""]
+    out.append("| " + " | ".join(columns) + " |")
+    out.append("|" + "|".join(" --- " if c in ("host", "row", "status") else " ---: " for c in columns) + "|")
+    out += ["| " + " | ".join(_escape(cell) for cell in cells) + " |" for _, cells in lines]
+    out += [""] + [f"- {_escape(line)}" for line in _captions(lines, winner, problems)]
+    return "\n".join(out) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def csv(study: Study) -> str:
+    """The study as CSV: full precision, one line a row, with host, arm, budget, topk and note."""
+    out = io.StringIO()
+    writer = csv_module.writer(out, lineterminator="\n")
+    writer.writerow(_CSV)
+    for row in rows(study.facts()):
+        made = row.configuration
+        same = row.same_as_ar or (None, None)
+        values = (row.tok_s, row.accept_length, row.verify_steps, row.times_ar, *same, row.boot_s)
+        writer.writerow(
+            (row.host, row.label, made.arm, made.budget, made.topk, row.status, *values, row.note)
+        )
+    return out.getvalue()
+
+
+def write(study: Study) -> list[Path]:
+    """Write ``report.md`` and ``report.csv`` into the study's folder; returns their paths."""
+    return [study.write_text("report.md", markdown(study)), study.write_text("report.csv", csv(study))]
