@@ -1,0 +1,245 @@
+"""Draft trees from per-depth marginals, built on the device for a whole batch at once.
+
+Imports torch only, so that the server, the offline replay and anybody who wants to check them share one definition.
+
+A draft block gives, for each of ``depth`` future positions, an independent distribution over the vocabulary. A node
+is a path of ranks ``(r1, .., rd)``: at depth ``i`` it takes the ``ri``-th most likely token. Its score is the sum of
+the log-probabilities along the path. The tree of budget B holds the B best-scoring nodes (Ringel and Romano,
+arXiv 2604.12989, section 3); ties go to the smaller ``(depth, rank path)``.
+
+No heap is needed. A score never grows along a path, so a node's ancestors come before it in that order and the best B
+nodes are closed under taking parents. They are found level by level: of each level only the best B can matter, and of
+the union of all levels the best B are the tree. How many nodes each level keeps depends on the shapes alone, so
+nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "DraftTree",
+    "ancestor_mask",
+    "build_tree",
+    "build_tree_from_topk",
+    "top_tokens",
+    "tree_size",
+]
+
+#: Candidates of a level are pruned before they are scored once there are this many times more than can matter.
+_PRUNE_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A batch of draft trees in pop order (best first), without the root.
+
+    All tensors but ``count`` have shape ``[batch, budget]``; ``count`` has shape ``[batch]``. A tree smaller than the
+    budget (few ranks and few depths) is padded at the end: token, parent and depth 0, rank -1, log-probability -inf.
+    """
+
+    tokens: Tensor
+    """int64: token of the node."""
+    parents: Tensor
+    """int64: index of the parent where the root is 0 and column ``i`` of these tensors is node ``i + 1``."""
+    depths: Tensor
+    """int64: 1 for children of the root."""
+    ranks: Tensor
+    """int64: rank of the token in the distribution of its depth, 0 is the most likely."""
+    log_probs: Tensor
+    """float64: sum of the log-probabilities from the root to the node."""
+    count: Tensor
+    """int64 ``[batch]``: nodes in use."""
+
+
+def tree_size(depth: int, ranks: int, budget: int) -> int:
+    """Nodes of a tree of ``depth`` levels and ``ranks`` children per node, at most ``budget`` of them."""
+    total, level = 0, 1
+    for _ in range(depth):
+        level *= ranks
+        total += level
+        if total >= budget:
+            return budget
+    return total
+
+
+def top_tokens(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest of the last axis, largest first, equal ones by the smaller index.
+
+    ``torch.topk`` leaves the order of equal values open, and it does change with ``k``; trees would then not nest.
+    Here value and index are folded into one 64-bit integer each, so that all keys differ.
+
+    Args:
+        scores: ``[..., vocab]`` floating point of at most 32 bits, without NaN.
+        k: how many, 1 to vocab.
+
+    Returns:
+        values ``[..., k]`` float32 and indices ``[..., k]`` int64.
+    """
+    values = scores.to(torch.float32)
+    # Adding zero turns -0.0, which compares equal to 0.0 but has other bits, into 0.0.
+    bits = (values + 0.0).view(torch.int32)
+    # The bits of IEEE floats order like integers once those of negative numbers are flipped.
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    index = torch.arange(scores.shape[-1], device=scores.device)
+    keys = (ordered << 32) + (0xFFFFFFFF - index)
+    tokens = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return values.gather(-1, tokens), tokens
+
+
+def build_tree(log_probs: Tensor, budget: int, topk_cap: int) -> DraftTree:
+    """Draft trees of the ``budget`` most probable nodes.
+
+    Args:
+        log_probs: ``[batch, depth, vocab]``, normalised over the full vocabulary, without NaN.
+        budget: nodes besides the root, at least 1.
+        topk_cap: ranks tried at a depth, at least 1; the smaller of this, the budget and the vocabulary is used.
+
+    Raises:
+        ValueError: wrong shape, or a budget or cap below 1.
+    """
+    if log_probs.ndim != 3 or 0 in log_probs.shape[1:]:
+        raise ValueError(
+            f"log_probs has shape {tuple(log_probs.shape)}, expected [batch, depth, vocab] with depth and vocab >= 1"
+        )
+    if topk_cap < 1:
+        raise ValueError(f"topk_cap is {topk_cap}, expected at least 1")
+    values, tokens = top_tokens(log_probs, min(topk_cap, max(budget, 1), log_probs.shape[-1]))
+    return build_tree_from_topk(values, tokens, budget)
+
+
+def build_tree_from_topk(log_probs: Tensor, tokens: Tensor, budget: int) -> DraftTree:
+    """As :func:`build_tree`, from the already sorted best tokens of each depth.
+
+    Args:
+        log_probs: ``[batch, depth, ranks]``, descending along the last axis.
+        tokens: ``[batch, depth, ranks]`` int64.
+        budget: nodes besides the root, at least 1.
+    """
+    if budget < 1:
+        raise ValueError(f"budget is {budget}, expected at least 1")
+    batch, depth, ranks = log_probs.shape
+    ranks = min(ranks, budget)
+    # Sums in double precision: in single precision paths of nearly equal score would swap places between devices.
+    gains = log_probs[..., :ranks].to(torch.float64)
+    device = gains.device
+
+    # A level's nodes are kept in the order of their rank paths; "the first of equals" is then the tie rule.
+    scores = gains[:, 0]
+    level_scores, level_parents = [scores], [torch.zeros(batch, ranks, dtype=torch.int64, device=device)]
+    level_ranks = [torch.arange(ranks, device=device).expand(batch, ranks)]
+    widths, base = [ranks], 1
+    for level in range(1, depth):
+        width = scores.shape[1]
+        parent, rank, scores = _expand(scores, gains[:, level], budget)
+        if scores.shape[1] > budget:
+            kept = _best(scores, budget)
+            parent, rank, scores = parent.gather(1, kept), rank.gather(1, kept), scores.gather(1, kept)
+        level_scores.append(scores)
+        level_parents.append(parent + base)
+        level_ranks.append(rank)
+        widths.append(scores.shape[1])
+        base += width
+
+    # Across levels: smaller depth first among equals, then the rank path, so again the first of equals.
+    scores, parents = torch.cat(level_scores, 1), torch.cat(level_parents, 1)
+    rank = torch.cat(level_ranks, 1)
+    depths = _depths(tuple(widths), device).expand(batch, -1)
+    count = min(budget, scores.shape[1])
+    if count < scores.shape[1]:
+        kept = _best(scores, count)
+        order = kept.gather(1, scores.gather(1, kept).sort(dim=1, descending=True, stable=True).indices)
+    else:
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+
+    # Where each candidate went, to translate parents; slot 0 is the root, which all levels count from.
+    place = torch.zeros(batch, scores.shape[1] + 1, dtype=torch.int64, device=device)
+    place.scatter_(1, order + 1, torch.arange(1, count + 1, device=device).expand(batch, count))
+    parents = place.gather(1, parents.gather(1, order))
+    depths, rank, scores = depths.gather(1, order), rank.gather(1, order), scores.gather(1, order)
+    nodes = tokens[..., :ranks].reshape(batch, -1).gather(1, (depths - 1) * ranks + rank)
+    if count < budget:
+        pad = (0, budget - count)
+        nodes, parents, depths = (torch.nn.functional.pad(x, pad) for x in (nodes, parents, depths))
+        rank = torch.nn.functional.pad(rank, pad, value=-1)
+        scores = torch.nn.functional.pad(scores, pad, value=float("-inf"))
+    counts = torch.full((batch,), count, dtype=torch.int64, device=device)
+    return DraftTree(nodes, parents, depths, rank, scores, counts)
+
+
+def ancestor_mask(parents: Tensor, max_depth: int | None = None) -> Tensor:
+    """Who is an ancestor of whom, the node itself and the root included.
+
+    Args:
+        parents: ``[batch, budget]`` as in :class:`DraftTree`.
+        max_depth: of any node, where the caller knows it; it saves passes.
+
+    Returns:
+        bool ``[batch, budget + 1, budget + 1]``: row ``i`` is True at the ancestors of node ``i`` (root is node 0).
+    """
+    batch, budget = parents.shape
+    nodes = budget + 1
+    seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, nodes, nodes)
+    jump = torch.nn.functional.pad(parents, (1, 0))
+    # Pointer doubling: after i passes a node has seen itself and its 2^i - 1 nearest ancestors.
+    for _ in range(min(budget, max_depth or budget).bit_length()):
+        seen = seen | seen.gather(1, jump.unsqueeze(-1).expand(-1, -1, nodes))
+        jump = jump.gather(1, jump)
+    return seen
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Ascending indices of the ``count`` largest of each row, of equal ones the first: ``[batch, count]``."""
+    limit = scores.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above, equal = scores > limit, scores == limit
+    room = count - above.sum(1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(1) <= room))
+    # Compaction by a running count: unlike nonzero() its result has a size the host knows.
+    slot = torch.where(keep, keep.cumsum(1) - 1, count)
+    index = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+    return index.new_empty(scores.shape[0], count + 1).scatter_(1, slot, index)[:, :count]
+
+
+def _expand(scores: Tensor, gains: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Children of one level in the order of their rank paths.
+
+    Args:
+        scores: ``[batch, width]`` of the parents, in the order of their rank paths.
+        gains: ``[batch, ranks]`` of the children's depth.
+
+    Returns:
+        parent (index into ``scores``), rank and score of the children, ``[batch, children]`` each.
+    """
+    (batch, width), ranks = scores.shape, gains.shape[1]
+    useful = sum(min(ranks, budget // place) for place in range(1, min(width, budget) + 1))
+    if width * ranks <= _PRUNE_FACTOR * useful:
+        children = (scores.unsqueeze(2) + gains.unsqueeze(1)).reshape(batch, -1)
+        parent, rank = _full_children(width, ranks, scores.device)
+        return parent.expand(batch, -1), rank.expand(batch, -1), children
+    # Rank r under the p-th best parent is beaten by all ranks up to r under all parents up to p: it can only be
+    # among the best B if p * (r + 1) <= B (counting p from 1). That leaves about B ln B children instead of B * K.
+    by_score = scores.sort(dim=1, descending=True, stable=True).indices
+    place = torch.empty_like(by_score).scatter_(
+        1, by_score, torch.arange(1, width + 1, device=scores.device).expand(batch, width)
+    )
+    ends = (budget // place).clamp(max=ranks).cumsum(1)
+    index = torch.arange(useful, device=scores.device).expand(batch, useful).contiguous()
+    parent = torch.searchsorted(ends, index, right=True)
+    first = torch.nn.functional.pad(ends, (1, 0)).gather(1, parent)
+    rank = index - first
+    return parent, rank, scores.gather(1, parent) + gains.gather(1, rank)
+
+
+@lru_cache(maxsize=64)
+def _depths(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([i + 1 for i, width in enumerate(widths) for _ in range(width)], device=device)
+
+
+@lru_cache(maxsize=64)
+def _full_children(width: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    index = torch.arange(width * ranks, device=device)
+    return index // ranks, index % ranks

@@ -1,0 +1,67 @@
+"""Acceptance and the verify mask against a walk written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_ddtree.accept import accept, verify_mask
+from sglang_ddtree.tree import ancestor_mask, build_tree
+
+
+def walk(tokens: list[int], parents: list[int], count: int, answers: list[int]) -> list[int]:
+    """The committed path as an implementation with pointers would find it."""
+    path = [0]
+    while True:
+        children = {tokens[i]: i for i in range(1, count + 1) if parents[i] == path[-1]}
+        if answers[path[-1]] not in children:
+            return path
+        path.append(children[answers[path[-1]]])
+
+
+@pytest.mark.parametrize(("budget", "cap", "vocab"), [(4, 4, 3), (16, 3, 4), (40, 2, 8), (100, 2, 4)])
+def test_equals_walk(budget: int, cap: int, vocab: int) -> None:
+    torch.manual_seed(budget)
+    batch, depth = 64, 5
+    tree = build_tree(torch.log_softmax(torch.randn(batch, depth, vocab), -1), budget, cap)
+    root = torch.zeros(batch, 1, dtype=torch.int64)
+    tokens, parents, depths = (torch.cat([root, x], 1) for x in (tree.tokens, tree.parents, tree.depths))
+    used = torch.arange(budget + 1) <= tree.count.unsqueeze(1)
+    # Answers that often follow the tree: the token of a random child, sometimes noise.
+    answers = torch.randint(vocab, (batch, budget + 1))
+    width = min(budget, depth) + 1
+    result = accept(tokens, parents, depths, used, ancestor_mask(tree.parents, depth), answers, width)
+    lengths = set()
+    for row in range(batch):
+        path = walk(tokens[row].tolist(), parents[row].tolist(), int(tree.count[row]), answers[row].tolist())
+        committed = [int(answers[row, node]) for node in path]
+        assert int(result.lengths[row]) == len(path)
+        assert result.nodes[row, : len(path)].tolist() == path
+        assert result.nodes[row, len(path) :].tolist() == list(range(len(path), width))
+        assert result.tokens[row, : len(path)].tolist() == committed
+        assert int(result.bonus[row]) == committed[-1]
+        lengths.add(len(path))
+    assert len(lengths) > 2, "the case must show several path lengths to prove anything"
+
+
+def test_padding_never_matches() -> None:
+    """A padded node carries token 0 and parent 0; a target that answers 0 at the root must not accept it."""
+    tokens = torch.tensor([[9, 5, 0]])
+    parents = torch.zeros(1, 3, dtype=torch.int64)
+    depths = torch.tensor([[0, 1, 0]])
+    ancestors = ancestor_mask(parents[:, 1:])
+    answers = torch.zeros(1, 3, dtype=torch.int64)
+    used = torch.tensor([[True, True, False]])
+    result = accept(tokens, parents, depths, used, ancestors, answers, 2)
+    assert result.lengths.tolist() == [1]
+    assert result.bonus.tolist() == [0]
+
+
+def test_verify_mask_by_hand() -> None:
+    """Two requests with prefixes 2 and 0, trees root-1-2 and root-1, root-2."""
+    ancestors = ancestor_mask(torch.tensor([[0, 1], [0, 0]]))
+    mask = verify_mask(ancestors, torch.tensor([2, 0]), prefix_sum_bound=4)
+    assert mask.numel() == 3 * (4 + 6)
+    first = mask[:15].view(3, 5).int().tolist()
+    assert first == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert mask[15:24].view(3, 3).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
