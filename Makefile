@@ -77,5 +77,5 @@ lock: ## make the hash-locked requirements anew from requirements/*.in (needs uv
 	@tools/lock.sh
 
 clean: ## remove what the targets made in the tree, and the test hosts; caches stay
-	@[[ ! -d /sys/class/net ]] || python3 testhosts/testhosts.py down --all || true
+	@[[ ! -d /sys/class/net ]] || testhosts/testhosts down --all || true
 	rm -rf $(VENV) $(ENGINE) build dist .pytest_cache .mypy_cache .ruff_cache .ansible .hypothesis

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 grid=${GRID:-seed}
 host=demo1
 address=10.90.0.11
-hosts=(python3 testhosts/testhosts.py)
+hosts=(testhosts/testhosts)
 step() { printf '\n=== [%3d s] %s\n' "$SECONDS" "$*"; }
 
 step "Test host: packages, template; wheels (each once, then cached)"

@@ -6,11 +6,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python3 testhosts/testhosts.py deps
+testhosts/testhosts deps
 MOL_WHEELHOUSE=$(tools/wheelhouse.sh --python 3.11 roles/sglang_engine/files/requirements-cpu.txt \
     roles/sweep_client/files/requirements.txt requirements/engine-test.txt)
 export MOL_WHEELHOUSE
-trap 'python3 testhosts/testhosts.py down mol1' EXIT
+trap 'testhosts/testhosts down mol1' EXIT
 
 passed=0
 for scenario in "$@"; do
