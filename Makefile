@@ -9,6 +9,7 @@ ENGINE := .venv-engine
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
+ENGINE_PYTHON ?= python3.11
 ENGINE_LOCK := roles/sglang_engine/files/requirements-cpu.txt
 HOUSE_LOCKS := $(ENGINE_LOCK) roles/sweep_client/files/requirements.txt requirements/engine-test.txt
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install --quiet --require-hashes
@@ -32,16 +33,22 @@ $(VENV)/.ready: requirements/dev.txt pyproject.toml
 wheelhouse: ## the engine's wheels for hosts without a way out; prints where they lie
 	@tools/wheelhouse.sh --python 3.11 $(HOUSE_LOCKS)
 
-engine: $(ENGINE)/.ready ## the real SGLang on this machine's CPU, with the backend, in .venv-engine
+engine: $(ENGINE)/.backend ## the real SGLang on this machine's CPU, with the backend, in .venv-engine
 
-$(ENGINE)/.ready: $(HOUSE_LOCKS) backend/pyproject.toml | setup
+$(ENGINE)/.ready: $(HOUSE_LOCKS) | setup
 	@echo "engine: installing SGLang for the CPU into $(ENGINE)"
 	@house=$$(tools/wheelhouse.sh --python 3.11 $(HOUSE_LOCKS)); \
-	 $$(command -v python3.11 || command -v $(PYTHON)) -m venv --clear $(ENGINE); \
+	 $(ENGINE_PYTHON) -m venv --clear $(ENGINE); \
 	 $(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
-	   --no-index --find-links "$$house" -r $(ENGINE_LOCK) -r requirements/engine-test.txt; \
-	 PYTHONPATH=$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages) $(ENGINE)/bin/python -m pip install --quiet \
-	   --disable-pip-version-check --no-deps --no-build-isolation --editable backend
+	   --no-index --find-links "$$house" -r $(ENGINE_LOCK) -r requirements/engine-test.txt
+	@touch $@
+
+# The wheel, not an editable install: what the tests prove is what is shipped.
+$(ENGINE)/.backend: $(ENGINE)/.ready $(shell find backend/src backend/pyproject.toml backend/*.pth -type f -not -name '*.pyc')
+	@rm -rf build/backend
+	@python -m build --no-isolation --wheel --outdir build/backend backend >/dev/null
+	@$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --force-reinstall \
+	   build/backend/*.whl
 	@touch $@
 
 # --- the main job -------------------------------------------------------------------------------------------
