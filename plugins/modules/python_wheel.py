@@ -3,6 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+
 DOCUMENTATION = r"""
 ---
 module: python_wheel
@@ -47,13 +55,6 @@ sha256:
   returned: success
 """
 
-import hashlib
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
-
-from ansible.module_utils.basic import AnsibleModule
 
 _BUILD = "import sys, hatchling.build; print(hatchling.build.build_wheel(sys.argv[1]))"
 

@@ -3,15 +3,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ansible.module_utils.arborist_tuning import need_tuning
+from ansible.module_utils.basic import AnsibleModule
+
+try:
+    from tuning.readiness import wait_ready
+
+    TUNING_ERROR: str | None = None
+except ImportError as error:
+    TUNING_ERROR = str(error)
+
 DOCUMENTATION = r"""
 ---
 module: sglang_ready
 short_description: Wait until an SGLang service really generates
 description:
-  - A face over C(tuning.readiness). Waits for the unit's process, its port, its health and one real generation
-    that the unit's own control group answered.
+  - A face over C(tuning.readiness). Waits for the unit's process, its port, its health and one real
+    generation that the unit's own control group answered.
   - Fails as soon as the unit dies, with a classified reason and the journal's tail.
-  - Runs on the service's host with an interpreter that has C(tuning), which the role C(sweep_client) installs.
+  - Runs on the service's host with an interpreter that has C(tuning), which the role C(sweep_client)
+    installs.
   - In check mode nothing was started, so there is nothing to wait for, and the module says so.
 options:
   unit:
@@ -64,17 +77,6 @@ failure:
   returned: failure
 """
 
-from typing import Any
-
-from ansible.module_utils.basic import AnsibleModule, missing_required_lib
-
-try:
-    from tuning.readiness import wait_ready
-
-    TUNING_ERROR: str | None = None
-except ImportError as error:
-    TUNING_ERROR = str(error)
-
 
 def failure_message(unit: str, failure: dict[str, Any]) -> str:
     """One message for a person: what failed, what to change, and the journal's end."""
@@ -103,8 +105,7 @@ def main() -> None:
     params = module.params
     if module.check_mode:
         module.exit_json(changed=False, phases={}, msg=f"check mode: {params['unit']} was not started")
-    if TUNING_ERROR is not None:
-        module.fail_json(msg=missing_required_lib("tuning", reason=f"({TUNING_ERROR}); role sweep_client installs it"))
+    need_tuning(module, TUNING_ERROR)
     report = wait_ready(
         params["unit"],
         params["base_url"],
@@ -118,7 +119,7 @@ def main() -> None:
         "main_pid": report.main_pid,
         "phases": report.phases.model_dump(mode="json"),
     }
-    if report.failure is not None or not report.ok:
+    if report.failure is not None:
         failure = report.failure.model_dump(mode="json")
         module.fail_json(msg=failure_message(params["unit"], failure), failure=failure, **result)
     module.exit_json(**result)

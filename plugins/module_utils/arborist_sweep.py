@@ -1,0 +1,306 @@
+"""One service under a sweep, on its host: the claim, the volatile drop-in, the lease, the way back.
+
+Everything a sweep puts on a host lies under ``/run`` and is gone after a reboot:
+
+``/run/systemd/system/<unit>.d/90-sweep.conf``
+    the drop-in that replaces the deployed command;
+``/run/systemd/system/<name>-sweep-lease.timer`` and ``.service``
+    the lease: when it runs out, the host itself puts the deployed command back;
+``/run/sglang-sweep/<name>.json`` and ``.sh``
+    who sweeps (the claim), and what the lease runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.arborist_unit import Run, Unit, UnitError, expand, first_difference, unit_name
+
+_ALIVE = ("active", "activating", "reloading")
+
+_TIMER = """\
+[Unit]
+Description=Give {unit} its deployed command back if the sweep's controller is gone
+
+[Timer]
+# Two clocks: the first may be stretched by a daemon-reload, the second misled by a clock that is set.
+OnActiveSec={seconds}s
+OnCalendar={deadline}
+AccuracySec=1s
+"""
+
+_SERVICE = """\
+[Unit]
+Description=Give {unit} its deployed command back: the sweep's lease ran out
+
+[Service]
+Type=oneshot
+ExecStart=/bin/sh {script}
+"""
+
+_SCRIPT = """\
+#!/bin/sh
+# The lease of a sweep ran out: give {unit} its deployed command back.
+rm -f {claim}
+if [ -e {dropin} ]; then
+    rm -f {dropin}
+    rmdir {folder} 2>/dev/null
+    systemctl daemon-reload
+    systemctl reset-failed {unit}
+    systemctl {verb} {unit}
+fi
+systemctl stop --no-block {lease}.timer
+rm -f {timer} {service} {script}
+systemctl daemon-reload
+"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who sweeps this service. ``token`` names the controller's process."""
+
+    token: str
+    study: str
+    controller: str
+    started_at: str
+    was_active: bool
+    expires_at: float
+
+
+class Taken(RuntimeError):
+    """The service is another sweep's. ``claim`` says whose, None when nobody holds it any more."""
+
+    def __init__(self, message: str, claim: Claim | None) -> None:
+        super().__init__(message)
+        self.claim = claim
+
+
+class SweptService:
+    """The service ``name`` on this host, as a sweep handles it. ``root`` stands for ``/`` in tests."""
+
+    def __init__(self, name: str, run: Run, root: Path = Path("/")) -> None:
+        self.unit = Unit(name, run)
+        stem = unit_name(name).removesuffix(".service")
+        units = root / "run/systemd/system"
+        state = root / "run/sglang-sweep"
+        self.lease = f"{stem}-sweep-lease"
+        self.dropin = units / f"{self.unit.name}.d" / "90-sweep.conf"
+        self.timer = units / f"{self.lease}.timer"
+        self.service = units / f"{self.lease}.service"
+        self.script = state / f"{stem}.sh"
+        self.record = state / f"{stem}.json"
+        self._lock = state / f"{stem}.lock"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other modules on this host out while one looks and changes."""
+        self._lock.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with self._lock.open("a") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    # --- what is there ---
+    def claim(self) -> Claim | None:
+        """The claim on record, if there is a readable one."""
+        try:
+            return Claim(**json.loads(self.record.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def lease_runs(self) -> bool:
+        """Whether the lease's timer waits."""
+        state: str = Unit(f"{self.lease}.timer", self.unit.run).show("ActiveState")["ActiveState"]
+        return state == "active"
+
+    def holder(self) -> Claim | None:
+        """Who holds the service now: a claim counts while its lease runs."""
+        claim = self.claim()
+        return claim if claim is not None and self.lease_runs() else None
+
+    def active(self) -> bool:
+        """Whether the unit runs or is on its way."""
+        return self.unit.show("ActiveState").get("ActiveState") in _ALIVE
+
+    def leftovers(self) -> list[str]:
+        """What a sweep left on this host, as paths."""
+        return [
+            str(p) for p in (self.dropin, self.timer, self.service, self.script, self.record) if p.exists()
+        ]
+
+    # --- changes ---
+    def take(
+        self, token: str, study: str, controller: str, lease_s: int, from_token: str = ""
+    ) -> tuple[Claim, list[str]]:
+        """Claim the service and arm the lease; returns the claim and what an earlier sweep had left.
+
+        A claim whose lease runs is respected, unless its token is ``token`` or ``from_token`` (a
+        controller known to be gone). Raises Taken. After it, the unit's loaded command is the
+        deployed one.
+        """
+        holder = self.holder()
+        if holder is not None and holder.token not in (token, from_token):
+            raise Taken(f"{self.unit.name} is being swept by {describe(holder)}", holder)
+        before = self.claim()
+        left = self.leftovers()
+        swept = self.dropin.exists()
+        self._remove_dropin()
+        if swept:
+            self.unit.call("systemctl", "daemon-reload")
+        was_active = before.was_active if before is not None else (swept or self.active())
+        claim = Claim(
+            token=token,
+            study=study,
+            controller=controller,
+            started_at=utc(time.time()),
+            was_active=was_active,
+            expires_at=0.0,
+        )
+        return self._arm(claim, lease_s), left
+
+    def apply(self, token: str, content: str, command: list[str], lease_s: int) -> dict[str, Any]:
+        """Put the drop-in in place, renew the lease, restart; returns facts about the new invocation.
+
+        ``command`` is what the drop-in must come to once systemd has read it. Raises Taken when the
+        claim is no longer this sweep's, UnitError when systemd refused or read another command.
+        A unit that cannot start is no error here: the readiness wait says why.
+        """
+        claim = self.mine(token)
+        before = self.unit.show("InvocationID").get("InvocationID", "")
+        self.dropin.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _write(self.dropin, content, 0o644)
+        self._arm(claim, lease_s)
+        loaded = [part for argument in self.unit.command() for part in expand(argument, {})]
+        difference = first_difference(command, loaded)
+        if difference:
+            raise UnitError(
+                f"systemd reads another command than {self.dropin} says: {difference}; "
+                f"see `systemctl cat {self.unit.name}` for a drop-in that comes after it"
+            )
+        started = time.time()
+        refused = self._restart("restart")
+        after = self.unit.show("InvocationID", "ActiveState", "SubState", "Result")
+        if after.get("InvocationID", "") == before and after.get("ActiveState") in _ALIVE:
+            raise UnitError(f"{self.unit.name} still runs as before: {refused or 'the restart did nothing'}")
+        return {
+            "invocation_id": after.get("InvocationID", ""),
+            "started_at": utc(started),
+            "restart_s": round(time.time() - started, 3),
+        }
+
+    def mine(self, token: str) -> Claim:
+        """This sweep's claim. Raises Taken when it is gone or another's."""
+        claim = self.claim()
+        if claim is None:
+            raise Taken(
+                f"this sweep no longer holds {self.unit.name}: its lease ran out (raise "
+                "sweep_lease_seconds), or restore.yml ended it",
+                None,
+            )
+        if claim.token != token:
+            raise Taken(f"{self.unit.name} was taken over by {describe(claim)}", claim)
+        return claim
+
+    def wrong(self) -> list[str]:
+        """What keeps this host from being as deployed, in words; empty when nothing does."""
+        found = [f"{path} is there" for path in self.leftovers()]
+        if self.lease_runs():
+            found.append(f"{self.lease}.timer waits")
+        claim = self.claim()
+        if claim is None or claim.was_active:
+            difference = self.unit.mismatch()
+            if difference:
+                found.append(f"{self.unit.name}: {difference}")
+        elif self.active():
+            found.append(f"{self.unit.name} runs, and did not before the sweep")
+        return found
+
+    def restore(self) -> None:
+        """The deployed command back, the lease and the claim gone. The caller checks whose claim it is."""
+        claim = self.claim()
+        self._remove_dropin()
+        self.unit.call("systemctl", "daemon-reload")
+        if claim is not None and not claim.was_active:
+            refused = self._restart("stop")
+        else:
+            refused = self._restart("restart") if self.unit.mismatch() else ""
+        if refused:
+            raise UnitError(refused)  # the lease stays armed: the host tries once more by itself
+        self._disarm()
+
+    # --- parts ---
+    def _arm(self, claim: Claim, lease_s: int) -> Claim:
+        """Write claim and lease, load them, start the lease's clock anew."""
+        claim = Claim(**{**asdict(claim), "expires_at": round(time.time() + lease_s, 3)})
+        self.record.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        deadline = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(claim.expires_at + 1))
+        quoted = {
+            "unit": shlex.quote(self.unit.name),
+            "claim": shlex.quote(str(self.record)),
+            "dropin": shlex.quote(str(self.dropin)),
+            "folder": shlex.quote(str(self.dropin.parent)),
+            "timer": shlex.quote(str(self.timer)),
+            "service": shlex.quote(str(self.service)),
+            "script": shlex.quote(str(self.script)),
+            "lease": shlex.quote(self.lease),
+            "verb": "restart" if claim.was_active else "stop",
+        }
+        _write(self.script, _SCRIPT.format(**quoted), 0o700)
+        _write(self.service, _SERVICE.format(unit=self.unit.name, script=self.script), 0o644)
+        _write(self.timer, _TIMER.format(unit=self.unit.name, seconds=lease_s, deadline=deadline), 0o644)
+        _write(self.record, json.dumps(asdict(claim), indent=2) + "\n", 0o644)
+        self.unit.call("systemctl", "daemon-reload")
+        self.unit.call("systemctl", "restart", f"{self.lease}.timer")
+        return claim
+
+    def _disarm(self) -> None:
+        if self.lease_runs():
+            self.unit.call("systemctl", "stop", f"{self.lease}.timer")
+        for path in (self.timer, self.service, self.script, self.record):
+            path.unlink(missing_ok=True)
+        self.unit.call("systemctl", "daemon-reload")
+
+    def _remove_dropin(self) -> None:
+        self.dropin.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not there, or somebody else's drop-ins are in it
+            self.dropin.parent.rmdir()
+
+    def _restart(self, verb: str) -> str:
+        """Restart or stop the unit; returns why not, else nothing."""
+        with contextlib.suppress(UnitError):  # a unit that never ran has nothing to reset
+            self.unit.call("systemctl", "reset-failed", self.unit.name)
+        try:
+            self.unit.call("systemctl", verb, self.unit.name)
+        except UnitError as error:
+            return str(error)
+        return ""
+
+
+def describe(claim: Claim) -> str:
+    """Who holds a service, for a person."""
+    left = max(0, round(claim.expires_at - time.time()))
+    return (
+        f"study {claim.study} (controller {claim.controller}, since {claim.started_at}); "
+        f"its lease runs out in {left} s"
+    )
+
+
+def utc(seconds: float) -> str:
+    """ISO 8601 in UTC, to the millisecond."""
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
+
+
+def _write(path: Path, content: str, mode: int) -> None:
+    """Replace ``path`` in one step."""
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(content)
+    fresh.chmod(mode)
+    fresh.replace(path)

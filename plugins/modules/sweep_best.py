@@ -1,0 +1,104 @@
+#!/usr/bin/python
+"""Ansible module: the configuration that a study says is best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ansible.module_utils.arborist_tuning import need_tuning
+from ansible.module_utils.basic import AnsibleModule
+
+try:
+    from tuning import report
+    from tuning.store import LATEST, StoreError, open_study
+
+    TUNING_ERROR: str | None = None
+except ImportError as error:
+    TUNING_ERROR = str(error)
+
+DOCUMENTATION = r"""
+---
+module: sweep_best
+short_description: The configuration that a study says is best
+description:
+  - Runs on the controller and changes nothing. A face over C(tuning.report.best).
+  - Fails when there is no such study, or when no row of it is C(ok) on every host that tried it.
+options:
+  results_dir:
+    description: The folder of studies.
+    type: path
+    required: true
+  study:
+    description: The study's name, or C(latest).
+    type: str
+    default: latest
+"""
+
+EXAMPLES = r"""
+- name: Choose the best row
+  sweep_best:
+    results_dir: results
+  delegate_to: localhost
+"""
+
+RETURN = r"""
+study:
+  description: The study's own name.
+  type: str
+  returned: success
+configuration:
+  description: The winner.
+  type: dict
+  returned: success
+tok_s:
+  description: Its tokens a second at the lowest level measured.
+  type: float
+  returned: success
+times_ar:
+  description: Its speed-up over the autoregressive arm; null where that was not measured.
+  type: float
+  returned: success
+host:
+  description: The host that figure is from.
+  type: str
+  returned: success
+"""
+
+
+def main() -> None:
+    """Run the module."""
+    module = AnsibleModule(
+        argument_spec={
+            "results_dir": {"type": "path", "required": True},
+            "study": {"type": "str", "default": "latest"},
+        },
+        supports_check_mode=True,
+    )
+    need_tuning(module, TUNING_ERROR)
+    try:
+        study = open_study(Path(module.params["results_dir"]), module.params["study"] or LATEST)
+        facts = study.facts()
+    except (StoreError, OSError) as error:
+        module.fail_json(msg=f"nothing to promote: {error}")
+    winner = report.best(facts)
+    if winner is None:
+        states = ", ".join(f"{f.configuration.label} on {f.host}: {f.status}" for f in facts) or "no row"
+        module.fail_json(
+            msg=f"nothing to promote: study {study.name} in {module.params['results_dir']} has no "
+            f"configuration that is ok on every host that tried it (found: {states}); sweep again, or name "
+            "another study with -e study=NAME"
+        )
+        return
+    row = report.rows(facts)[facts.index(winner)]
+    module.exit_json(
+        changed=False,
+        study=study.name,
+        configuration=winner.configuration.model_dump(mode="json"),
+        tok_s=row.tok_s,
+        times_ar=row.times_ar,
+        host=winner.host,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+#!/usr/bin/python
+"""Ansible module: hold a service for a sweep, run a configuration on it, give it back."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from typing import Any
+
+from ansible.module_utils.arborist_sweep import SweptService, Taken
+from ansible.module_utils.arborist_unit import UnitError
+from ansible.module_utils.basic import AnsibleModule
+
+DOCUMENTATION = r"""
+---
+module: sweep_service
+short_description: Hold a service for a sweep, run a configuration on it, give it back
+description:
+  - C(state=claimed) takes the service for one sweep, removes what a dead sweep left, arms the lease and
+    returns the deployed command. A service that another sweep holds is left alone; RV(claimed) is then false.
+  - C(state=applied) writes the volatile drop-in, renews the lease, restarts, and checks that systemd reads
+    the command it should. It does not wait for readiness.
+  - C(state=restored) removes drop-in, lease and claim, and restarts the service where its process does not
+    run the deployed command. Without O(token) it does so whoever held the service.
+  - The deployed unit is never written.
+options:
+  name:
+    description: The systemd service, with or without C(.service).
+    type: str
+    required: true
+  state:
+    description: What to bring about.
+    type: str
+    choices: [claimed, applied, restored]
+    required: true
+  token:
+    description: Names the sweep's controller process; from M(sweep_plan).
+    type: str
+    default: ""
+  from_token:
+    description: For C(state=claimed), a controller known to be gone, whose claim may be taken.
+    type: str
+    default: ""
+  study:
+    description: The sweep's study, for those who find the service held.
+    type: str
+    default: ""
+  controller:
+    description: Who sweeps, for those who find the service held.
+    type: str
+    default: ""
+  lease_seconds:
+    description: Seconds after which the host itself restores the service if nobody renews the lease.
+    type: int
+    default: 1800
+  content:
+    description: For C(state=applied), the drop-in's text.
+    type: str
+    default: ""
+  command:
+    description: For C(state=applied), the arguments that the drop-in's ExecStart must come to.
+    type: list
+    elements: str
+    default: []
+"""
+
+EXAMPLES = r"""
+- name: Give the service back
+  sweep_service:
+    name: sglang-ddtree
+    state: restored
+"""
+
+RETURN = r"""
+claimed:
+  description: Whether this sweep holds the service.
+  type: bool
+  returned: state=claimed
+holder:
+  description: Who holds it when RV(claimed) is false.
+  type: dict
+  returned: state=claimed
+command:
+  description: The deployed command, as systemd loaded it.
+  type: list
+  elements: str
+  returned: state=claimed
+was_active:
+  description: Whether the service ran before the sweep.
+  type: bool
+  returned: state=claimed
+leftovers:
+  description: Files of a dead sweep that were removed.
+  type: list
+  elements: str
+  returned: state=claimed
+invocation_id:
+  description: The started invocation.
+  type: str
+  returned: state=applied
+started_at:
+  description: When it was started, UTC.
+  type: str
+  returned: state=applied
+restart_s:
+  description: Seconds from asking the old process to stop until systemd had started the new one.
+  type: float
+  returned: state=applied
+found:
+  description: What was not as deployed.
+  type: list
+  elements: str
+  returned: state=restored
+abort:
+  description: The sweep can't go on on this host; this is not a configuration's failure.
+  type: bool
+  returned: failure
+"""
+
+
+def claimed(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
+    """Take the service, or say who has it."""
+    if check:
+        holder = service.holder()
+        free = holder is None or holder.token in (params["token"], params["from_token"])
+        return {
+            "changed": False,
+            "claimed": free,
+            "holder": None if free or holder is None else asdict(holder),
+            "leftovers": service.leftovers() if free else [],
+            "command": service.unit.command(),
+            "was_active": service.active(),
+        }
+    try:
+        claim, left = service.take(
+            params["token"],
+            params["study"],
+            params["controller"],
+            params["lease_seconds"],
+            params["from_token"],
+        )
+    except Taken as taken:
+        holder = asdict(taken.claim) if taken.claim is not None else None
+        return {"changed": False, "claimed": False, "holder": holder, "msg": str(taken)}
+    return {
+        "changed": True,
+        "claimed": True,
+        "holder": None,
+        "leftovers": left,
+        "command": service.unit.command(),
+        "was_active": claim.was_active,
+    }
+
+
+def applied(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
+    """Run the configuration."""
+    if check:
+        return {"changed": True}
+    facts = service.apply(params["token"], params["content"], params["command"], params["lease_seconds"])
+    return {"changed": True, **facts}
+
+
+def restored(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
+    """Give the service back. Raises Taken when it is no longer this sweep's to give."""
+    if params["token"]:
+        service.mine(params["token"])
+    found = service.wrong()
+    if found and not check:
+        service.restore()
+    return {"changed": bool(found), "found": found}
+
+
+def main() -> None:
+    """Run the module."""
+    module = AnsibleModule(
+        argument_spec={
+            "name": {"type": "str", "required": True},
+            "state": {"type": "str", "choices": ["claimed", "applied", "restored"], "required": True},
+            "token": {"type": "str", "default": "", "no_log": False},
+            "from_token": {"type": "str", "default": "", "no_log": False},
+            "study": {"type": "str", "default": ""},
+            "controller": {"type": "str", "default": ""},
+            "lease_seconds": {"type": "int", "default": 1800},
+            "content": {"type": "str", "default": ""},
+            "command": {"type": "list", "elements": "str", "default": []},
+        },
+        required_if=[
+            ("state", "claimed", ["token", "study", "controller"]),
+            ("state", "applied", ["token", "content", "command"]),
+        ],
+        supports_check_mode=True,
+    )
+    service = SweptService(module.params["name"], module.run_command)
+    act = {"claimed": claimed, "applied": applied, "restored": restored}[module.params["state"]]
+    try:
+        with contextlib.nullcontext() if module.check_mode else service.locked():
+            result = act(service, module.params, module.check_mode)
+    except (UnitError, Taken) as error:
+        module.fail_json(msg=str(error), abort=True)
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()
