@@ -1,0 +1,90 @@
+"""Target verify for SGLang's ``torch_native`` attention backend, which knows prefill and decode only.
+
+It follows the announced width as the GPU backends do: request ``b`` owns the rows ``[b * width, (b + 1) * width)`` and
+its part of the mask has ``prefix + width`` columns. Announced wrongly, it goes as wrong as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Where one request of a verify reads."""
+
+    rows: slice
+    slots: Tensor
+    mask: Tensor | None
+
+
+def plan_verify(backend: Any, forward_batch: Any) -> None:
+    """Work out once per forward what all layers share. Hook before ``init_forward_metadata``."""
+    backend.ddtree_verify = None
+    if not forward_batch.forward_mode.is_target_verify():
+        return
+    spec, size = forward_batch.spec_info, forward_batch.batch_size
+    width = int(spec.num_tokens_per_req)
+    mask = spec.custom_mask
+    table = backend.req_to_token_pool.req_to_token
+    requests, offset = [], 0
+    for index, (row, prefix) in enumerate(
+        zip(forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist(), strict=True)
+    ):
+        rows = slice(index * width, (index + 1) * width)
+        window = forward_batch.out_cache_loc[rows].long()
+        slots = torch.cat([table[row, :prefix].long(), window])
+        part = None
+        if mask is not None:
+            part = mask[offset : offset + width * (prefix + width)].view(width, prefix + width)
+            part = part[: len(window), : len(slots)]
+            offset += width * (prefix + width)
+        requests.append(_Request(slice(rows.start, rows.start + len(window)), slots, part))
+    backend.ddtree_verify = requests[:size]
+
+
+def forward_extend(
+    original: Callable[..., Tensor],
+    backend: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    **arguments: Any,
+) -> Tensor:
+    """Attention of a verify; anything else goes to the backend. Hook around ``forward_extend``."""
+    if not forward_batch.forward_mode.is_target_verify():
+        return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **arguments)
+    from sglang.srt.layers.radix_attention import AttentionType
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    pool = backend.token_to_kv_pool
+    if save_kv_cache and k is not None:
+        pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc), k, v)
+    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+    out = q.new_zeros(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+    for request in backend.ddtree_verify:
+        count = request.rows.stop - request.rows.start
+        mask = request.mask
+        if mask is None and layer.attn_type != AttentionType.ENCODER_ONLY:
+            length = len(request.slots)
+            mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
+        attended = scaled_dot_product_attention(
+            query[request.rows].transpose(0, 1)[None],
+            keys[request.slots].transpose(0, 1)[None].to(q.dtype),
+            values[request.slots].transpose(0, 1)[None].to(q.dtype),
+            attn_mask=mask,
+            scale=layer.scaling,
+            enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
+        )
+        out[request.rows] = attended[0].transpose(0, 1)
+    return out.view(query.shape[0], -1)

@@ -1,0 +1,88 @@
+"""Stand-in for ``sgl_kernel`` on a CPU: the kernels SGLang's CPU engine calls for DFLASH and DDTREE, in torch.
+
+The released wheel of ``sglang-kernel`` holds CUDA code only and cannot load here. Any other name can be imported, as
+SGLang imports many it never calls, and refuses to run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+) -> None:
+    """Write newly allocated slots into the rows of the token table, ``[start, end)`` of each request.
+
+    Raises:
+        IndexError: a range leaves its row of ``pool_len`` columns.
+    """
+    taken = 0
+    for row, start, end in _ranges(req_pool_indices, start_offset, end_offset, pool_len):
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start
+
+
+def assign_extend_cache_locs_cpu(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+) -> None:
+    """Read the slots ``[start, end)`` of each request from the token table, one request after the other.
+
+    Raises:
+        IndexError: a range leaves its row of ``pool_len`` columns.
+    """
+    taken = 0
+    for row, start, end in _ranges(req_pool_indices, start_offset, end_offset, pool_len):
+        out_cache_loc[taken : taken + end - start] = req_to_token[row, start:end].to(out_cache_loc.dtype)
+        taken += end - start
+
+
+def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Tensor, src_loc: Tensor) -> None:
+    """Move rows of all KV buffers: row ``src_loc[i]`` to row ``tgt_loc[i]``, all read before any is written.
+
+    Args:
+        data_ptrs: address of each buffer.
+        strides: bytes per row of each buffer.
+        tgt_loc: rows to write.
+        src_loc: rows to read.
+    """
+    moves = [(t, s) for t, s in zip(tgt_loc.tolist(), src_loc.tolist(), strict=True) if t != s]
+    if not moves:
+        return
+    for address, stride in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        rows = [ctypes.string_at(address + source * stride, stride) for _, source in moves]
+        for (target, _), row in zip(moves, rows, strict=True):
+            ctypes.memmove(address + target * stride, row, stride)
+
+
+def _ranges(rows: Tensor, starts: Tensor, ends: Tensor, pool_len: int) -> list[tuple[int, int, int]]:
+    ranges = list(zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True))
+    for row, start, end in ranges:
+        if not 0 <= start <= end <= pool_len:
+            raise IndexError(f"slots {start} to {end} of row {row}: the token table has {pool_len} columns")
+    return ranges
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on the CPU engine (sglang_ddtree.cpu.sgl_kernel)")
+
+    refuse.__name__ = name
+    return refuse

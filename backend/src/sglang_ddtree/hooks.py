@@ -1,0 +1,138 @@
+"""What DDTREE changes in SGLang, all through its plugin hooks.
+
+Hooks on class methods receive the class or the instance first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_ddtree import options
+
+_registered: list[str] = []
+
+
+def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
+    """Register a hook and remember its target for :func:`require_applied`."""
+    HookRegistry.register(target, hook, kind)
+    _registered.append(target)
+
+
+def require_applied() -> None:
+    """Make sure that SGLang applied every hook: it only logs when it cannot.
+
+    Raises:
+        ValueError: naming the targets that are missing.
+    """
+    missing = [target for target in _registered if target not in HookRegistry._patched]
+    if missing:
+        raise ValueError(
+            f"sglang-ddtree: SGLang did not apply the hooks on {', '.join(missing)} (see 'Failed to apply hooks' "
+            "in the log): expected all of them; this SGLang is not one this package was tested with"
+        )
+
+
+def register() -> None:
+    """Register the hooks that every server with the plugin gets. Safe to call again."""
+    if _registered:
+        return
+    add("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args, HookType.AROUND)
+    add("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args, HookType.AROUND)
+    add("sglang.srt.managers.scheduler.validate_dflash_request", _validate_request, HookType.AROUND)
+    processor = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    add(f"{processor}._resolve_spec_v2_tokens", _count_step, HookType.AROUND)
+    streamer = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+    add(f"{streamer}.stream_output", _flush_when_done, HookType.BEFORE)
+    add("sglang.srt.managers.scheduler.Scheduler.on_idle", _flush_when_idle, HookType.BEFORE)
+    add(
+        "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len",
+        _row_headroom,
+        HookType.AROUND,
+    )
+    add(
+        "sglang.srt.speculative.dflash_utils.resolve_dflash_verify_mask_policy",
+        _capture_with_mask,
+        HookType.AROUND,
+    )
+
+
+def _add_cli_args(original: Callable[..., Any], parser: argparse.ArgumentParser) -> None:
+    original(parser)
+    options.add_flags(parser)
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    options.store_flags(args)
+    return original(cls, args)
+
+
+def _ddtree_runs() -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    return bool(get_spec().speculative_algorithm == "DDTREE")
+
+
+def _validate_request(original: Callable[..., Any], req: Any, enable_overlap: bool) -> str | None:
+    """Answer a request that DDTREE cannot serve with a 400 instead of serving it wrongly."""
+    if _ddtree_runs():
+        parameters = req.sampling_params
+        constraints = ("json_schema", "regex", "ebnf", "structural_tag")
+        used = [name for name in constraints if getattr(parameters, name, None)]
+        if used:
+            return f"DDTREE does not support constrained decoding yet; found {', '.join(used)}."
+        if req.return_hidden_states:
+            return "DDTREE does not support return_hidden_states."
+    answer: str | None = original(req, enable_overlap)
+    return answer
+
+
+def _count_step(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
+    """Feed the metrics with the requests of a step whose tokens are being committed."""
+    metrics = getattr(processor.model_worker, "ddtree_metrics", None)
+    running = [not (req.is_retracted or req.finished()) for req in batch.reqs]
+    tokens = original(processor, result, batch)
+    if metrics is not None:
+        accepted = result.num_correct_drafts_per_req_cpu
+        metrics.add([nodes for nodes, counts in zip(accepted, running, strict=True) if counts])
+    return tokens
+
+
+def _metrics() -> Any:
+    from sglang_ddtree.worker import current_metrics
+
+    return current_metrics()
+
+
+def _flush_when_done(streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> None:
+    """Write the line before the last answer leaves, so that whoever has all answers finds all steps."""
+    if all(req.finished() for req in reqs):
+        _flush_when_idle()
+
+
+def _flush_when_idle(*_: Any) -> None:
+    if (metrics := _metrics()) is not None:
+        metrics.flush()
+
+
+def _row_headroom(original: Callable[..., int]) -> int:
+    """Room beyond the context in a row of the token table.
+
+    A decode step reserves twice its width past the committed tokens; the stock headroom holds one width, and a
+    request near the end of its context would write into its neighbour's row.
+    """
+    headroom = original()
+    if _ddtree_runs():
+        from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+        headroom = max(headroom, get_alloc_reserve_per_decode() + 4)
+    return headroom
+
+
+def _capture_with_mask(original: Callable[..., tuple[str, bool]], backend: Any) -> tuple[str, bool]:
+    """Have CUDA graphs of the target captured with the mask; without it a replay would verify causally."""
+    name, build = original(backend)
+    return name, build or _ddtree_runs()

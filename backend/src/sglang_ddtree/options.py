@@ -1,0 +1,114 @@
+"""The options of DDTREE: flags of the server, carried to its processes in the environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BUDGET_FLAG = "--speculative-ddtree-budget"
+TOPK_CAP_FLAG = "--speculative-ddtree-topk-cap"
+#: SGLang's record of arguments has no room for a plugin's, and its processes are started with that record alone.
+BUDGET_ENV = "SGLANG_DDTREE_BUDGET"
+TOPK_CAP_ENV = "SGLANG_DDTREE_TOPK_CAP"
+PLANT_ENV = "SGLANG_DDTREE_PLANT"
+TEST_ENV = "SGLANG_DDTREE_TEST"
+
+DEFAULT_BUDGET = 16
+DEFAULT_TOPK_CAP = 4
+#: Faults a test can plant to see whether it would notice them.
+PLANTS = ("nomask", "nomove", "width")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for."""
+
+    budget: int
+    """Tree nodes besides the root."""
+    topk_cap: int
+    """Ranks tried at a depth."""
+    plant: str | None = None
+    """A planted fault: ``nomask`` verifies without the tree mask, ``nomove`` leaves accepted KV where it is,
+    ``width`` announces the draft's block as the width of the verify."""
+
+    @property
+    def width(self) -> int:
+        """Nodes verified per request and step, the root included."""
+        return self.budget + 1
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags on SGLang's own parser."""
+    group = parser.add_argument_group("DDTREE (sglang-ddtree)")
+    group.add_argument(
+        BUDGET_FLAG,
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"DDTREE only. Nodes of the draft tree besides its root; the target verifies N+1 tokens per request "
+        f"and step. Default {DEFAULT_BUDGET}.",
+    )
+    group.add_argument(
+        TOPK_CAP_FLAG,
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"DDTREE only. Most likely tokens tried at a depth of the draft tree. Default {DEFAULT_TOPK_CAP}.",
+    )
+
+
+def store_flags(args: argparse.Namespace) -> None:
+    """Put parsed flags where :func:`from_environment` finds them in every process of the server.
+
+    Raises:
+        ValueError: a DDTREE flag on a server with another algorithm, which would silently do nothing.
+    """
+    given = {
+        BUDGET_ENV: (BUDGET_FLAG, getattr(args, "speculative_ddtree_budget", None)),
+        TOPK_CAP_ENV: (TOPK_CAP_FLAG, getattr(args, "speculative_ddtree_topk_cap", None)),
+    }
+    algorithm = getattr(args, "speculative_algorithm", None)
+    for name, (flag, value) in given.items():
+        if value is None:
+            continue
+        if (algorithm or "").upper() != "DDTREE":
+            raise ValueError(
+                f"{flag} {value} was given with --speculative-algorithm {algorithm or '(none)'}; "
+                f"expected --speculative-algorithm DDTREE, or leave the flag out."
+            )
+        os.environ[name] = str(value)
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> Options:
+    """The options of this process.
+
+    Raises:
+        ValueError: not a whole number of at least 1, or a planted fault outside a test.
+    """
+    environ = os.environ if environ is None else environ
+    plant = environ.get(PLANT_ENV) or None
+    if plant is not None and plant not in PLANTS:
+        raise ValueError(f"{PLANT_ENV} is {plant!r}, expected one of {', '.join(PLANTS)}")
+    if plant is not None and environ.get(TEST_ENV) != "1":
+        raise ValueError(
+            f"{PLANT_ENV}={plant} makes the server answer wrongly and is for tests only; "
+            f"unset it (a test sets {TEST_ENV}=1 as well)"
+        )
+    return Options(
+        budget=_at_least_one(environ, BUDGET_ENV, BUDGET_FLAG, DEFAULT_BUDGET),
+        topk_cap=_at_least_one(environ, TOPK_CAP_ENV, TOPK_CAP_FLAG, DEFAULT_TOPK_CAP),
+        plant=plant,
+    )
+
+
+def _at_least_one(environ: Mapping[str, str], name: str, flag: str, default: int) -> int:
+    raw = environ.get(name, str(default))
+    try:
+        value = int(raw)
+    except ValueError:
+        raise ValueError(f"{flag} (environment {name}) is {raw!r}, expected a whole number") from None
+    if value < 1:
+        raise ValueError(f"{flag} (environment {name}) is {value}, expected at least 1")
+    return value

@@ -1,0 +1,376 @@
+"""The DDTREE worker: drafts a block, builds a tree of it, verifies the tree in one target pass, commits a path.
+
+Everything between the draft's hidden states and the committed path stays on the device; no step waits for a result
+to reach the host, so that the scheduler can prepare the next batch meanwhile (overlap scheduling).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    enable_num_token_non_padded,
+)
+from sglang.srt.runtime_context import get_observability, get_parallel, get_spec
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments, is_dense_head_weight
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import draft_tp_context
+from torch import Tensor
+
+from sglang_ddtree.accept import Acceptance, accept, verify_mask
+from sglang_ddtree.algorithm import context_message
+from sglang_ddtree.clock import StageClock
+from sglang_ddtree.metrics import STAGES, StepMetrics
+from sglang_ddtree.options import from_environment
+from sglang_ddtree.sampling import answer_nodes
+from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree_from_topk, top_tokens
+
+logger = logging.getLogger(__name__)
+
+_metrics: StepMetrics | None = None
+
+
+def current_metrics() -> StepMetrics | None:
+    """The metrics of this process's worker, None in processes without one."""
+    return _metrics
+
+
+class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
+    """DFLASH's worker with a tree between draft and verify. Prefill is DFLASH's own."""
+
+    def __init__(self, **arguments: Any) -> None:
+        """Build the draft as DFLASH does.
+
+        Raises:
+            ValueError: a target or draft that DDTREE cannot serve.
+        """
+        self.options = from_environment()
+        self._block = int(get_spec().speculative_dflash_block_size)
+        with self._draft_widths():
+            super().__init__(**arguments)
+        self._refuse_models()
+        #: Most tokens that one step can commit.
+        self.stride = min(self.options.budget, self._block - 1) + 1
+        #: KV slots of a step: both the draft's block and the tree start at the committed prefix.
+        self._window = max(self.options.width, self._block)
+        self._draft_offsets = torch.arange(self._block, device=self.device)
+        self._commit_offsets = self._draft_offsets[: self.stride]
+        self._clock = StageClock(str(self.device), STAGES)
+        global _metrics
+        _metrics = self.ddtree_metrics = StepMetrics(
+            budget=self.options.budget,
+            topk_cap=self.options.topk_cap,
+            longest=self.stride - 1,
+            interval=get_observability().decode_log_interval,
+            enabled=get_parallel().tp_rank == 0,
+        )
+        if get_parallel().tp_rank == 0:
+            logger.info(
+                "DDTREE worker: budget=%d topk=%d verify_width=%d draft_block=%d kv_window=%d",
+                self.options.budget,
+                self.options.topk_cap,
+                self.options.width,
+                self._block,
+                self._window,
+            )
+            if self.options.plant is not None:
+                logger.warning("DDTREE: PLANTED FAULT %s, the output of this server is wrong", self.options.plant)
+
+    def _draft_widths(self) -> AbstractContextManager[Any]:
+        """Have the draft sized by its block: the configured width is the reservation of both models."""
+        bag: AbstractContextManager[Any] = get_spec().override(speculative_num_draft_tokens=self._block)
+        return bag
+
+    def _refuse_models(self) -> None:
+        config = self.model_runner.model_config
+        if mambaish_config(config) is not None:
+            raise ValueError(
+                "DDTREE verifies trees, and found a target with recurrent (Mamba-like) layers: expected attention "
+                "layers only; use --speculative-algorithm DFLASH for this model"
+            )
+        if self.options.width >= config.context_len:
+            raise ValueError(context_message(self.options, config.context_len))
+        kinds = {
+            "Domino": self._is_domino,
+            "candidate selector": self.selector is not None,
+            "LiLiCorr": self.lilicorr is not None,
+        }
+        for kind, found in kinds.items():
+            if found:
+                raise ValueError(
+                    f"DDTREE needs independent distributions per drafted position, and found a draft with a {kind} "
+                    "head: expected a plain DFlash draft; change --speculative-draft-model-path"
+                )
+
+    def init_attention_backends(self) -> None:
+        """Build the draft's attention for its block."""
+        with self._draft_widths():
+            super().init_attention_backends()
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the draft for its block."""
+        with self._draft_widths():
+            super().init_cuda_graphs()
+
+    def _maybe_build_draft_sampler(self) -> None:
+        """DFLASH's sampler folds an argmax into the draft's graph; a tree needs the distributions."""
+
+    def prewarm_sampling(self) -> Any:
+        """Sampling runs through the target's own sampler."""
+        return self.model_runner.prewarm_sampling()
+
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
+        """DFLASH warns here that it falls back to greedy; DDTREE samples."""
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None, pp_proxy_tensors: Any = None
+    ) -> Any:
+        """Run one scheduler step: DFLASH's prefill, or draft, tree, verify and commit."""
+        if (
+            batch.forward_mode.is_extend()
+            or batch.is_extend_in_batch
+            or batch.spec_info is None
+            or batch.forward_mode.is_idle()
+        ):
+            return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+
+        self._clock.start()
+        state, prefix_lens = batch.spec_info, batch.seq_lens
+        if prefix_lens.is_cuda:
+            # Made on the scheduler's stream; keep its memory until this stream has read it.
+            prefix_lens.record_stream(torch.cuda.current_stream())
+        locations = assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.model_runner.req_to_token_pool.req_to_token,
+            start_offset=prefix_lens,
+            end_offset=prefix_lens + self._window,
+            batch_size=len(prefix_lens),
+            draft_token_num=self._window,
+            device=self.device,
+        )
+        host_lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else state.nxt_kv_lens_cpu
+        plan = self.model_runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=prefix_lens,
+            seq_lens_cpu=host_lens,
+            write_virtual=locations,
+            read_extent=self._window,
+        )
+
+        log_probs, candidates = self._draft(batch, state.bonus_tokens, host_lens, plan)
+        self._clock.mark()
+        tree = build_tree_from_topk(log_probs, candidates, self.options.budget)
+        ancestors = ancestor_mask(tree.parents, self._block - 1)
+        nodes = _with_root(tree, state.bonus_tokens)
+        self._clock.mark()
+        target = self._verify(batch, host_lens, plan, locations, nodes, ancestors)
+        answers = self._answers(batch, target.logits_output, nodes)
+        self._clock.mark()
+        path = accept(
+            nodes.tokens, nodes.parents, nodes.depths, nodes.used, ancestors, answers, self.stride
+        )
+        result = self._commit(batch, target, plan, path, answers, on_publish)
+        for seconds in self._clock.finished():
+            self.ddtree_metrics.time(**seconds)
+        return result
+
+    def _draft(self, batch: Any, bonus: Tensor, host_lens: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+        """One pass of the draft over ``[bonus, mask, ..]``.
+
+        Returns:
+            the best tokens of each drafted position, best first: log-probabilities float32 and ids int64, both
+            ``[batch, block - 1, ranks]``.
+        """
+        prefix_lens, block = batch.seq_lens, self._block
+        size = len(prefix_lens)
+        ids = torch.full((size, block), int(self._mask_token_id), dtype=torch.int64, device=self.device)
+        ids[:, 0] = bonus
+        lens = (host_lens + block).to(torch.int32)
+        forward = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=size,
+            input_ids=ids.flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=prefix_lens,
+            out_cache_loc=plan.virtual_write_ids(cols=slice(0, block)),
+            seq_lens_sum=int(lens.sum()),
+            seq_lens_cpu=lens,
+            positions=(prefix_lens.unsqueeze(1) + self._draft_offsets).flatten(),
+            input_embeds=self._embed(ids),
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._draft_block_spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            num_token_non_padded=(
+                torch.full((), size * block, dtype=torch.int32, device=self.device)
+                if enable_num_token_non_padded()
+                else None
+            ),
+            global_num_token_non_padded_cpu=size * block,
+            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+        plan.bind(forward, self.draft_model_runner.kv_index_translator, cols=slice(0, block))
+        with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
+            hidden = self.draft_model_runner.forward(forward).logits_output.hidden_states
+            hidden = hidden.view(size, block, -1)[:, 1:]
+            return self._best_tokens(hidden)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Input of the draft: the target's embeddings of ``ids``, flattened to ``[tokens, hidden]``."""
+        if self._full_embed_gpu is not None:
+            embedding = torch.nn.functional.embedding(ids, self._full_embed_gpu)
+        else:
+            embedding = unwrap_lora_layer(self.model_runner.model.get_input_embeddings())(ids)
+        if self._noise_embed_scale != 1.0:
+            embedding = embedding * self._noise_embed_scale
+        return embedding.view(-1, embedding.shape[-1])
+
+    def _best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Best tokens per position through the target's head, log-probabilities over the whole vocabulary.
+
+        With tensor parallelism each rank holds a part of the vocabulary: top-k and log-sum-exp per part are gathered.
+        """
+        head = unwrap_lora_layer(self.model_runner.model.lm_head)
+        shard = getattr(head, "shard_indices", None)
+        if is_dense_head_weight(getattr(head, "weight", None)):
+            count = int(shard.num_org_elements) if shard is not None else head.weight.shape[0]
+            logits = hidden.to(head.weight.dtype) @ head.weight[:count].T
+        else:
+            logits = head.quant_method.apply(head, hidden.flatten(0, 1), None).unflatten(0, hidden.shape[:2])
+            logits = logits[..., : int(getattr(head, "org_vocab_size", logits.shape[-1]))]
+        logits = logits.float()
+        processor = self._target_logits_processor
+        if processor is not None and processor.logit_scale is not None:
+            logits = logits * processor.logit_scale
+        if processor is not None and processor.final_logit_softcapping:
+            cap = processor.final_logit_softcapping
+            logits = torch.tanh(logits / cap) * cap
+        ranks = min(self.options.topk_cap, self.options.budget)
+        values, tokens = top_tokens(logits, min(ranks, logits.shape[-1]))
+        total = torch.logsumexp(logits, dim=-1, keepdim=True)
+        group = get_parallel().tp_group
+        if shard is not None and int(group.world_size) > 1:
+            tokens = tokens + int(shard.org_vocab_start_index)
+            total = torch.logsumexp(group.all_gather(total, dim=-1), dim=-1, keepdim=True)
+            # Parts are in the order of their token ids, so that the first of equals is still the smallest id.
+            tokens = group.all_gather(tokens, dim=-1)
+            values, place = top_tokens(group.all_gather(values, dim=-1), ranks)
+            tokens = tokens.gather(-1, place)
+        return values - total, tokens
+
+    def _verify(
+        self, batch: Any, host_lens: Tensor, plan: Any, locations: Tensor, nodes: _Nodes, ancestors: Tensor
+    ) -> Any:
+        """One pass of the target over the tree."""
+        width, size = self.options.width, len(batch.seq_lens)
+        mask = None
+        if self.options.plant != "nomask":
+            mask = verify_mask(ancestors, batch.seq_lens, int(host_lens.sum()))
+        verify = DFlashVerifyInput(
+            draft_token=nodes.tokens.flatten(),
+            positions=(batch.seq_lens.unsqueeze(1) + nodes.depths).flatten(),
+            draft_token_num=width,
+            # Announced, never left for a backend to derive from the configured width.
+            num_tokens_per_req=self._block if self.options.plant == "width" else width,
+            custom_mask=mask,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=plan,
+            kv_loc_cols=slice(0, width),
+        )
+        batch.out_cache_loc = locations.view(size, -1)[:, :width].flatten()
+        lens, total = batch.seq_lens_cpu, batch.seq_lens_sum
+        # While the target runs the tree counts as part of the sequence. Reserved lengths include it already.
+        batch.seq_lens_cpu = host_lens + width if lens is not None else host_lens
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        forward, _ = verify.prepare_for_verify(batch, self.target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = lens, total
+        return self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward, is_verify=True, skip_attn_backend_init=True
+        )
+
+    def _answers(self, batch: Any, output: Any, nodes: _Nodes) -> Tensor:
+        """The target's token after each node, int64 ``[batch, width]``."""
+        width, info = self.options.width, batch.sampling_info
+        processor = self._target_logits_processor
+        if processor is not None and processor.is_deferred_shard(output.next_token_logits):
+            output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
+        if info is not None:
+            apply_dflash_verify_logits_adjustments(
+                next_token_logits=output.next_token_logits, sampling_info=info, draft_token_num=width
+            )
+        positions = (batch.seq_lens.unsqueeze(1) + nodes.depths).flatten()
+        answers = answer_nodes(output.next_token_logits, info, width, positions).view(-1, width)
+        greedy = info is None or info.is_all_greedy
+        site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        self._tp_sync.sync(site, answers)
+        return answers
+
+    def _commit(
+        self, batch: Any, target: Any, plan: Any, path: Acceptance, answers: Tensor, on_publish: Any
+    ) -> GenerationBatchResult:
+        """Make the accepted path the sequence: its KV, the draft's KV, the tokens."""
+        width, size = self.options.width, len(batch.seq_lens)
+        output, prefix_lens = target.logits_output, batch.seq_lens
+        rows = path.nodes + torch.arange(0, size * width, width, device=self.device).unsqueeze(1)
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, output, answers.flatten(), accept_index=rows)
+        if self.options.plant != "nomove":
+            # Nodes come after their ancestors, so a path moves to the front of its window. The root is there already;
+            # beyond the path source and destination are the same slot.
+            slots = batch.out_cache_loc.view(size, width)
+            self.model_runner.token_to_kv_pool.move_kv_cache(
+                slots[:, 1 : self.stride].flatten(), batch.out_cache_loc[rows[:, 1:].flatten()]
+            )
+        new_lens = prefix_lens + path.lengths
+        if on_publish is not None:
+            on_publish(new_lens)
+        # In this step: every graph size shares one output buffer, which the next target pass overwrites.
+        draft_slots = plan.write_ids(self.draft_model_runner.kv_index_translator, cols=slice(0, self.stride))
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=output.hidden_states[rows.flatten()],
+            cache_loc=draft_slots,
+            cache_loc_2d=draft_slots.view(size, self.stride),
+            positions=(prefix_lens.unsqueeze(1) + self._commit_offsets).flatten(),
+            commit_lens=path.lengths,
+        )
+        output.hidden_states = None
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=path.tokens.flatten(),
+            accept_lens=path.lengths,
+            can_run_cuda_graph=target.can_run_cuda_graph,
+            next_draft_input=self._make_next_draft_input_decode(bonus_tokens=path.bonus, new_seq_lens=new_lens),
+            speculative_num_draft_tokens=width,
+            speculative_output_stride=self.stride,
+            new_seq_lens=new_lens,
+            routed_experts_output=target.routed_experts_output,
+            indexer_topk_output=target.indexer_topk_output,
+        )
+
+
+class _Nodes:
+    """A tree with its root: what the target verifies, all ``[batch, budget + 1]``."""
+
+    def __init__(self, tokens: Tensor, parents: Tensor, depths: Tensor, used: Tensor) -> None:
+        self.tokens, self.parents, self.depths, self.used = tokens, parents, depths, used
+
+
+def _with_root(tree: DraftTree, bonus: Tensor) -> _Nodes:
+    pad = torch.nn.functional.pad
+    budget = tree.tokens.shape[1]
+    used = torch.arange(budget + 1, device=bonus.device) <= tree.count.unsqueeze(1)
+    tokens = torch.cat([bonus.unsqueeze(1), tree.tokens], 1)
+    return _Nodes(tokens, pad(tree.parents, (1, 0)), pad(tree.depths, (1, 0)), used)
