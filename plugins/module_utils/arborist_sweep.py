@@ -174,7 +174,6 @@ class SweptService:
         """
         claim = self.mine(token)
         before = self.unit.show("InvocationID").get("InvocationID", "")
-        self.dropin.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         _write(self.dropin, content, 0o644)
         self._arm(claim, lease_s)
         loaded = [part for argument in self.unit.command() for part in expand(argument, {})]
@@ -239,7 +238,6 @@ class SweptService:
     def _arm(self, claim: Claim, lease_s: int) -> Claim:
         """Write claim and lease, load them, start the lease's clock anew."""
         claim = Claim(**{**asdict(claim), "expires_at": round(time.time() + lease_s, 3)})
-        self.record.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         deadline = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(claim.expires_at + 1))
         quoted = {
             "unit": shlex.quote(self.unit.name),
@@ -299,7 +297,8 @@ def utc(seconds: float) -> str:
 
 
 def _write(path: Path, content: str, mode: int) -> None:
-    """Replace ``path`` in one step."""
+    """Replace ``path`` in one step, folders included."""
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_text(content)
     fresh.chmod(mode)

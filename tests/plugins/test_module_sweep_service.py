@@ -1,0 +1,318 @@
+"""A service under a sweep: who holds it, what is written where, in which order, and the way back."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ansible.module_utils.arborist_sweep import SweptService, Taken
+from ansible.module_utils.arborist_unit import UnitError
+from conftest import Systemctl, load
+
+BUS = "busctl --json=short get-property org.freedesktop.systemd1"
+EXEC = f"{BUS} /org/freedesktop/systemd1/unit/svc_2eservice org.freedesktop.systemd1.Service ExecStart"
+SHOW = "systemctl show svc.service --property"
+LEASE = "systemctl show svc-sweep-lease.timer --property ActiveState"
+DEPLOYED = ["/opt/python", "-b", "16"]
+TRIAL = ["/opt/python", "-b", "8"]
+DROPIN = "[Service]\nExecStart=\nExecStart=/opt/python -b 8\nRestart=no\n"
+
+
+class Host:
+    """A host that behaves like one: systemctl's answers follow from what was done."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.systemctl = Systemctl()
+        self.service = SweptService("svc", self.systemctl, root)
+        self.service.unit._proc = root / "proc"
+        self.loaded = DEPLOYED
+        self.trial = TRIAL
+        self.state = "active"
+        self.invocation = 1
+        self.pid = 100
+        self.lease = "inactive"
+        self.run(DEPLOYED)
+        answers = self.systemctl.answers
+        answers[EXEC] = lambda: json.dumps({"data": [["/opt/python", self.loaded]]})
+        answers[LEASE] = lambda: f"ActiveState={self.lease}\n"
+        answers[f"{SHOW} ActiveState"] = lambda: f"ActiveState={self.state}\n"
+        answers[f"{SHOW} InvocationID"] = lambda: f"InvocationID={self.invocation}\n"
+        answers[f"{SHOW} InvocationID,ActiveState,SubState,Result"] = lambda: (
+            f"InvocationID={self.invocation}\nActiveState={self.state}\nSubState=running\nResult=success\n"
+        )
+        answers[f"{SHOW} MainPID"] = lambda: f"MainPID={self.pid if self.state == 'active' else 0}\n"
+        answers[f"{SHOW} ActiveState,SubState"] = lambda: f"ActiveState={self.state}\nSubState=dead\n"
+        answers["systemctl daemon-reload"] = self.reload
+        answers["systemctl restart svc.service"] = self.restart
+        answers["systemctl stop svc.service"] = self.stop
+        answers["systemctl restart svc-sweep-lease.timer"] = lambda: self.set_lease("active")
+        answers["systemctl stop svc-sweep-lease.timer"] = lambda: self.set_lease("inactive")
+
+    def run(self, argv: list[str]) -> None:
+        folder = self.root / "proc" / str(self.pid)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cmdline").write_bytes(b"".join(a.encode() + b"\0" for a in argv))
+
+    def reload(self) -> str:
+        self.loaded = self.trial if self.service.dropin.exists() else DEPLOYED
+        return ""
+
+    def restart(self) -> str:
+        self.invocation += 1
+        self.pid += 1
+        self.state = "active"
+        self.run(self.loaded)
+        return ""
+
+    def stop(self) -> str:
+        self.state = "inactive"
+        return ""
+
+    def set_lease(self, state: str) -> str:
+        self.lease = state
+        return ""
+
+    def take(self, token: str = "me", from_token: str = "") -> list[str]:
+        return self.service.take(token, "s1", "a@b", 60, from_token)[1]
+
+    def apply(self, token: str = "me") -> dict[str, object]:
+        return self.service.apply(token, DROPIN, TRIAL, 60)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def test_taking_a_service_arms_the_lease_and_leaves_the_service_alone(host: Host) -> None:
+    assert host.take() == []
+    assert host.systemctl.done() == [
+        "systemctl daemon-reload",
+        "systemctl restart svc-sweep-lease.timer",
+    ]
+    claim = host.service.claim()
+    assert claim is not None
+    assert (claim.token, claim.study, claim.controller, claim.was_active) == ("me", "s1", "a@b", True)
+    timer = host.service.timer.read_text()
+    assert "OnActiveSec=60s\n" in timer
+    assert "OnCalendar=20" in timer
+    assert stat.S_IMODE(host.service.script.stat().st_mode) == 0o700
+    assert not host.service.dropin.exists()
+
+
+def test_applying_renews_the_lease_before_it_restarts(host: Host) -> None:
+    host.take()
+    host.systemctl.calls.clear()
+    result = host.apply()
+    assert host.systemctl.done() == [
+        "systemctl daemon-reload",
+        "systemctl restart svc-sweep-lease.timer",
+        "systemctl reset-failed svc.service",
+        "systemctl restart svc.service",
+    ]
+    assert host.service.dropin.read_text() == DROPIN
+    assert host.service.dropin == host.root / "run/systemd/system/svc.service.d/90-sweep.conf"
+    assert result["invocation_id"] == "2"
+
+
+def test_a_later_drop_in_that_wins_stops_the_trial_before_the_restart(host: Host) -> None:
+    host.take()
+    host.trial = ["/opt/python", "-b", "99"]
+    with pytest.raises(UnitError, match=r"reads another command .*'99', expected '8'.*systemctl cat svc"):
+        host.apply()
+    assert "systemctl restart svc.service" not in host.systemctl.done()
+
+
+def test_a_unit_that_cannot_start_is_left_to_the_readiness_wait(host: Host) -> None:
+    host.take()
+
+    def refuse() -> str:
+        host.restart()
+        host.state = "failed"
+        return ""
+
+    host.systemctl.answers["systemctl restart svc.service"] = refuse
+    assert host.apply()["invocation_id"] == "2"
+
+
+def test_a_restart_that_did_nothing_is_not_taken_for_a_trial(host: Host) -> None:
+    host.take()
+    host.systemctl.failures["systemctl restart svc.service"] = "Job for svc.service canceled."
+    with pytest.raises(UnitError, match=r"still runs as before: .*Job for svc.service canceled"):
+        host.apply()
+
+
+def test_a_held_service_is_refused_and_untouched(host: Host) -> None:
+    host.take("first")
+    host.apply("first")
+    host.systemctl.calls.clear()
+    with pytest.raises(Taken, match=r"svc.service is being swept by study s1 \(controller a@b") as taken:
+        host.take("second")
+    assert taken.value.claim is not None
+    assert taken.value.claim.token == "first"
+    assert host.systemctl.done() == []
+    assert host.service.dropin.exists()
+
+
+def test_a_claim_without_a_lease_is_dead_and_its_drop_in_is_removed_first(host: Host) -> None:
+    host.take("first")
+    host.apply("first")
+    host.lease = "inactive"
+    left = host.take("second")
+    assert str(host.service.dropin) in left
+    assert not host.service.dropin.exists()
+    assert host.service.unit.command() == DEPLOYED
+
+
+def test_a_gone_controllers_claim_may_be_taken_over(host: Host) -> None:
+    host.take("first")
+    host.apply("first")
+    host.take("second", from_token="first")
+    claim = host.service.claim()
+    assert claim is not None
+    assert claim.token == "second"
+    assert host.lease == "active"
+
+
+def test_a_drop_in_without_any_record_is_removed_too(host: Host) -> None:
+    host.service.dropin.parent.mkdir(parents=True)
+    host.service.dropin.write_text(DROPIN)
+    host.state = "failed"
+    assert host.take() == [str(host.service.dropin)]
+    claim = host.service.claim()
+    assert claim is not None
+    assert claim.was_active, "a service that died under a sweep's drop-in has to come back"
+
+
+def test_a_sweep_that_lost_its_claim_applies_nothing(host: Host) -> None:
+    host.take("first")
+    host.service.record.unlink()
+    with pytest.raises(Taken, match=r"no longer holds svc.service: its lease ran out \(raise sweep"):
+        host.apply("first")
+    host.take("second")
+    with pytest.raises(Taken, match="was taken over by study s1"):
+        host.apply("first")
+    assert not host.service.dropin.exists()
+
+
+def test_restoring_removes_everything_and_restarts_the_deployed_command(host: Host) -> None:
+    host.take()
+    host.apply()
+    host.systemctl.calls.clear()
+    host.service.restore()
+    assert host.systemctl.done() == [
+        "systemctl daemon-reload",
+        "systemctl reset-failed svc.service",
+        "systemctl restart svc.service",
+        "systemctl stop svc-sweep-lease.timer",
+        "systemctl daemon-reload",
+    ]
+    assert host.service.leftovers() == []
+    assert not host.service.dropin.parent.exists()
+    assert host.service.wrong() == []
+    assert host.loaded == DEPLOYED
+
+
+def test_restoring_keeps_drop_ins_of_others(host: Host) -> None:
+    host.take()
+    host.apply()
+    other = host.service.dropin.with_name("50-mine.conf")
+    other.write_text("[Service]\nNice=1\n")
+    host.service.restore()
+    assert other.exists()
+
+
+def test_nothing_to_restore_changes_nothing(host: Host) -> None:
+    assert host.service.wrong() == []
+
+
+def test_a_claim_whose_trial_never_started_needs_no_restart(host: Host) -> None:
+    host.take()
+    host.systemctl.calls.clear()
+    host.service.restore()
+    assert "systemctl restart svc.service" not in host.systemctl.done()
+
+
+def test_a_stopped_service_is_stopped_again(host: Host) -> None:
+    host.state = "inactive"
+    host.take()
+    host.apply()
+    host.service.restore()
+    assert host.state == "inactive"
+    assert host.service.leftovers() == []
+
+
+def test_a_baseline_that_does_not_start_keeps_the_lease(host: Host) -> None:
+    host.take()
+    host.apply()
+    host.systemctl.failures["systemctl restart svc.service"] = "Job for svc.service failed."
+    with pytest.raises(UnitError, match=r"Job for svc\.service failed"):
+        host.service.restore()
+    assert host.lease == "active"
+
+
+def test_a_process_that_runs_something_else_is_wrong(host: Host) -> None:
+    host.run(TRIAL)
+    assert host.service.wrong() == ["svc.service: argument 2 is '8', expected '16'"]
+
+
+@pytest.mark.parametrize(("was_active", "verb"), [(True, "restart"), (False, "stop")])
+def test_the_leases_script_restores_by_itself(host: Host, was_active: bool, verb: str) -> None:
+    """Run by a real shell; only ``systemctl`` is a stand-in that writes down what it is asked."""
+    host.take()
+    claim = host.service.claim()
+    assert claim is not None
+    host.service._arm(replace(claim, was_active=was_active), 60)
+    host.service.dropin.parent.mkdir()
+    host.service.dropin.write_text(DROPIN)
+    log = host.root / "log"
+    stub = host.root / "bin" / "systemctl"
+    stub.parent.mkdir()
+    stub.write_text(f'#!/bin/sh\necho "$*" >> {log}\n')
+    stub.chmod(0o755)
+    path = f"{stub.parent}:{os.environ['PATH']}"
+    subprocess.run(["/bin/sh", "-e", str(host.service.script)], check=True, env={"PATH": path})
+    assert log.read_text().splitlines() == [
+        "daemon-reload",
+        "reset-failed svc.service",
+        f"{verb} svc.service",
+        "stop --no-block svc-sweep-lease.timer",
+        "daemon-reload",
+    ]
+    assert host.service.leftovers() == []
+
+
+def test_the_leases_script_does_not_restart_a_service_without_a_drop_in(host: Host) -> None:
+    host.take()
+    script = host.service.script.read_text()
+    before, inside = script.split("if [ -e ", 1)
+    assert "systemctl" not in before
+    assert "systemctl restart svc.service\nfi\n" in inside
+
+
+def test_check_mode_looks_and_writes_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("sweep_service")
+    before = sorted(host.root.rglob("*"))
+    arguments = {"token": "me", "from_token": "", "study": "s", "controller": "c", "lease_seconds": 60}
+    assert module.claimed(host.service, arguments, check=True)["claimed"] is True
+    assert module.restored(host.service, {"token": ""}, check=True) == {"changed": False, "found": []}
+    host.run(TRIAL)
+    assert module.restored(host.service, {"token": ""}, check=True)["changed"] is True
+    assert sorted(host.root.rglob("*")) == before
+    assert host.systemctl.done() == []
+
+
+def test_the_module_says_who_holds_the_service(host: Host) -> None:
+    host.take("first")
+    module = load("sweep_service")
+    arguments = {"token": "me", "from_token": "", "study": "s", "controller": "c", "lease_seconds": 60}
+    result = module.claimed(host.service, arguments, check=False)
+    assert result["claimed"] is False
+    assert result["holder"]["study"] == "s1"
+    assert result["changed"] is False
