@@ -16,6 +16,7 @@ from .system import Problem
 
 MOUNT = Path("/sys/fs/cgroup")
 KEEPER = "keeper"
+CONTROLLERS = ("cpu", "io", "memory", "pids")
 
 
 def hierarchies() -> list[Path]:
@@ -65,8 +66,8 @@ class Group:
             (directory / KEEPER).mkdir(parents=True, exist_ok=True)
         # Where version 2 has controllers to give, the host's own limits work.
         for directory in (self.directories[0].parent, self.directories[0]):
-            for controller in (directory / "cgroup.controllers").read_text().split():
-                with suppress(OSError):
+            for controller in CONTROLLERS:
+                with suppress(OSError):  # not to be had here: such limits are accepted but not enforced
                     (directory / "cgroup.subtree_control").write_text(f"+{controller}")
 
     def pids(self, below: str = "") -> Iterator[int]:

@@ -124,6 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Problem as problem:
         say(str(problem))
         return 125 if arguments.command == "exec" else 1
+    except OSError as error:
+        say(f"the system refused: {error}")
+        return 125 if arguments.command == "exec" else 1
     except KeyboardInterrupt:
         say("interrupted")
         return 130

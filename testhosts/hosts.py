@@ -23,7 +23,7 @@ from tempfile import mkdtemp
 
 from . import network, template
 from .cgroups import KEEPER, Group, names
-from .settings import Bind, Request, Settings
+from .settings import PREFIX, Bind, Request, Settings
 from .system import Problem, locked, remove_tree, run, say, write_whole
 
 # systemd-nspawn under --keep-unit ends with 133 to be started again: the host asked for a reboot.
@@ -172,6 +172,7 @@ def up(settings: Settings, requests: Sequence[Request], binds: Sequence[Bind]) -
     base = template.ensure(settings)
     started: dict[str, bool] = {}
     with locked(settings.lock):
+        _refuse_filesystem(settings)
         _ensure_key(settings)
         hosts = [(Host(settings, request.name), request) for request in requests]
         for host, request in hosts:
@@ -187,6 +188,15 @@ def up(settings: Settings, requests: Sequence[Request], binds: Sequence[Bind]) -
     for host, _ in hosts:
         _wait(host)
     return started
+
+
+def _refuse_filesystem(settings: Settings) -> None:
+    kind = run(["stat", "--file-system", "--format=%T", settings.state]).strip()
+    if kind == "overlayfs":
+        raise Problem(
+            f"{settings.state} lies on an overlay (a container's own disk?), which cannot carry another one: "
+            f"set {PREFIX} to a directory on an ordinary filesystem or a tmpfs"
+        )
 
 
 def _refuse_clash(host: Host, request: Request, binds: Sequence[Bind]) -> None:
@@ -255,12 +265,8 @@ def _nspawn(host: Host, record: Record) -> list[str]:
         "--resolv-conf=off",
         "--timezone=off",
         "--link-journal=no",
-        *(f"--bind-ro={_quoted(str(bind.source))}:{_quoted(bind.target)}" for bind in record.binds),
+        *(f"--bind-ro={bind.source}:{bind.target}" for bind in record.binds),
     ]
-
-
-def _quoted(path: str) -> str:
-    return path.replace("\\", "\\\\").replace(":", "\\:")
 
 
 def _spawn(host: Host, record: Record, base: template.Template) -> None:
@@ -300,7 +306,7 @@ def _tail(host: Host) -> str:
     return "\n".join(lines[-8:]) or f"nothing on its console ({host.console})"
 
 
-def _wait(host: Host, timeout: float = 90.0) -> None:
+def _wait(host: Host, timeout: float = 180.0) -> None:
     deadline = time.monotonic() + timeout
     while True:
         state = host.state()

@@ -25,17 +25,27 @@ def hardware_address(address: IPv4Address) -> str:
 
 def ensure_bridge(settings: Settings) -> None:
     """Make the bridge unless it is there; refuse one that belongs to something else."""
-    bridge = LINKS / settings.bridge
-    if bridge.exists():
-        owner = (bridge / "ifalias").read_text().strip()
+    address = f"{settings.gateway}/{settings.network.prefixlen}"
+    if (LINKS / settings.bridge).exists():
+        owner = _owner(settings)
         if owner != str(settings.state):
             raise Problem(
                 f"the link {settings.bridge} is there and belongs to {owner or 'something else'}, "
                 f"not to {settings.state}: set {PREFIX}_BRIDGE and {PREFIX}_NETWORK to others"
             )
+        present = [address for name, address in _addresses() if name == settings.bridge]
+        if IPv4Interface(address) not in present:
+            raise Problem(
+                f"the bridge {settings.bridge} is up with {' '.join(map(str, present)) or 'no address'}, "
+                f"not with {address}: `testhosts down --all` first, or set {PREFIX}_NETWORK as it was"
+            )
         return
-    _refuse_overlap(settings)
-    address = f"{settings.gateway}/{settings.network.prefixlen}"
+    for name, taken in _addresses():
+        if taken.network.overlaps(settings.network):
+            raise Problem(
+                f"{settings.network} overlaps {taken.network} of this machine's {name}: "
+                f"set {PREFIX}_NETWORK to a free network"
+            )
     # A hardware address of its own: else the bridge takes one of its links', and another as they come and go.
     batch = f"""\
 link add name {settings.bridge} address {hardware_address(settings.gateway)} type bridge
@@ -47,15 +57,17 @@ link set dev {settings.bridge} up
     run(["ip", "-batch", "-"], stdin=batch)
 
 
-def _refuse_overlap(settings: Settings) -> None:
-    for link in json.loads(run(["ip", "-json", "-4", "addr", "show"])):
-        for info in link["addr_info"]:
-            taken = IPv4Interface(f"{info['local']}/{info['prefixlen']}").network
-            if taken.overlaps(settings.network):
-                raise Problem(
-                    f"{settings.network} overlaps {taken} of this machine's {link['ifname']}: "
-                    f"set {PREFIX}_NETWORK to a free network"
-                )
+def _owner(settings: Settings) -> str:
+    return (LINKS / settings.bridge / "ifalias").read_text().strip()
+
+
+def _addresses() -> list[tuple[str, IPv4Interface]]:
+    links = json.loads(run(["ip", "-json", "-4", "addr", "show"]))
+    return [
+        (link["ifname"], IPv4Interface(f"{info['local']}/{info['prefixlen']}"))
+        for link in links
+        for info in link["addr_info"]
+    ]
 
 
 def attach(settings: Settings, name: str, address: IPv4Address, pid: int) -> None:
@@ -91,7 +103,7 @@ def detach(settings: Settings, name: str) -> None:
 def remove_idle_bridge(settings: Settings) -> None:
     """Remove the bridge, if it is ours, once no link uses it."""
     bridge = LINKS / settings.bridge
-    if not bridge.exists() or (bridge / "ifalias").read_text().strip() != str(settings.state):
+    if not bridge.exists() or _owner(settings) != str(settings.state):
         return
     if not any((bridge / "brif").iterdir()):
         run(["ip", "link", "delete", "dev", settings.bridge])

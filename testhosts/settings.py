@@ -178,8 +178,8 @@ def _address(text: str, value: str, settings: Settings) -> IPv4Address:
 def parse_bind(text: str) -> Bind:
     """Parse SOURCE:TARGET, an existing directory here and an absolute path in the host."""
     source, colon, target = text.partition(":")
-    if not colon or ":" in target:
-        raise Problem(f"--bind {text!r}: expected /directory/here:/directory/inside")
+    if not colon or ":" in target or "\\" in text:
+        raise Problem(f"--bind {text!r}: expected /directory/here:/directory/inside, no other : and no \\")
     path = Path(source)
     if not path.is_absolute() or not path.is_dir():
         raise Problem(f"--bind {text!r}: {source} is not the absolute path of a directory here")

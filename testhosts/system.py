@@ -32,7 +32,12 @@ def say(text: str) -> None:
 def run(argv: Sequence[str | Path], *, stdin: str = "") -> str:
     """Run a command and return its stdout; a failure becomes a Problem that carries its stderr."""
     words = [str(word) for word in argv]
-    done = subprocess.run(words, input=stdin, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(words, input=stdin, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise Problem(
+            f"there is no {words[0]} here; `testhosts deps` installs what is needed"
+        ) from None
     if done.returncode:
         detail = done.stderr.strip() or done.stdout.strip() or "no message"
         raise Problem(f"`{' '.join(words)}` failed ({done.returncode}): {detail}")
