@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -81,7 +82,7 @@ class _Probe(threading.Thread):
                     return
             self._stop_asked.wait(self._poll_s)
 
-    def _asked(self, path: str, body: dict[str, object] | None) -> bool:
+    def _asked(self, path: str, body: Mapping[str, object] | None) -> bool:
         left = max(1.0, self._deadline - time.monotonic())
         try:
             if body is None:
@@ -134,7 +135,7 @@ class _Wait:
                 now = unit_state(self._unit)
                 if now.dead() or not now.same_start(first):
                     return self._died(first, now, probe)
-                if self._owns_port(now) and probe is None:
+                if probe is None and self._owns_port(now):
                     probe = _Probe(self._base_url, self._deadline, self._poll_s, self._api_key)
                     probe.start()
                 if probe is not None and probe.answered_at is not None and self._owns_port(now):

@@ -135,7 +135,10 @@ def in_control_group(pid: int, control_group: str, proc: Path = Path("/proc")) -
 
 
 def listeners(port: int, proc: Path = Path("/proc")) -> dict[int, str]:
-    """Processes that listen on the TCP port, as ``{pid: command name}``, over IPv4 and IPv6."""
+    """Processes that listen on the TCP port, as ``{pid: command name}``, over IPv4 and IPv6.
+
+    A listener whose process can't be seen (it takes root to look into another user's) is pid 0.
+    """
     inodes: set[str] = set()
     for table in ("net/tcp", "net/tcp6"):
         try:
@@ -147,7 +150,9 @@ def listeners(port: int, proc: Path = Path("/proc")) -> dict[int, str]:
             # local address as hex ip:port; state 0A is LISTEN; field 9 is the socket's inode
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 inodes.add(f"socket:[{fields[9]}]")
-    return _holders(inodes, proc) if inodes else {}
+    if not inodes:
+        return {}
+    return _holders(inodes, proc) or {0: "not visible to this user"}
 
 
 def _holders(sockets: set[str], proc: Path) -> dict[int, str]:
