@@ -114,9 +114,9 @@ def _words(flag: str, value: Any) -> list[str]:
 def sglang_argv(configuration: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """The whole command of the engine under ``configuration``.
 
-    ``settings`` holds python, model_path, draft_model_path, host, port, block_size and engine_args. A flag
-    of the configuration's ``extra`` takes the place of the same flag, or comes last. Budget and topk cap stand
-    next to each other, in this order, so that both can be edited in one go.
+    ``settings`` holds python, model_path, draft_model_path, host, port, block_size and engine_args. A
+    flag of the configuration's ``extra`` takes the place of the same flag, or comes last. Budget and topk cap
+    stand next to each other, in this order, so that both can be edited in one go.
     """
     chosen, given = _plain(configuration), _plain(settings)
     flags: dict[str, Any] = {
@@ -148,6 +148,20 @@ def sglang_argv(configuration: Mapping[str, Any], settings: Mapping[str, Any]) -
     for flag, value in flags.items():
         command += _words(flag, value)
     return command
+
+
+def sglang_devices(engine_args: Mapping[str, Any]) -> int:
+    """How many devices the engine takes under these flags: tensor-parallel times pipeline-parallel ranks.
+
+    Data parallelism of attention shares the tensor-parallel ranks.
+    """
+    given = _plain(engine_args)
+    count = 1
+    for names in (("tp-size", "tensor-parallel-size", "tp"), ("pp-size", "pipeline-parallel-size")):
+        sizes = [given[name] for name in names if given.get(name) is not None]
+        if sizes:
+            count *= _integer(sizes[0], f"sglang_engine_args: {names[0]}")
+    return count
 
 
 def _quoted(text: str) -> str:
@@ -193,7 +207,7 @@ def systemd_environment(variables: Mapping[str, Any]) -> str:
         # An environment file reads the shell's double quotes: only these four are special in them.
         quoted = _SHELL_SPECIAL.sub(r"\\\g<0>", text)
         lines.append(f'{name}="{quoted}"')
-    return "".join(f"{line}\n" for line in lines)
+    return "\n".join(lines)
 
 
 def sglang_base_url(host: str, port: Any) -> str:
@@ -258,40 +272,42 @@ def sglang_fact(deployed: Mapping[str, Any], previous: Any, now: str) -> dict[st
     return {**fresh, "deployed_at": str(now)}
 
 
-def sglang_prunable(releases: Sequence[Mapping[str, Any]], current: str, keep: Any) -> list[str]:
-    """The releases to remove: all but the ``keep`` newest; ``current`` counts as one and always stays.
+def sglang_prunable(
+    folders: Sequence[str], markers: Sequence[Mapping[str, Any]], current: str, keep: Any
+) -> list[str]:
+    """The releases to remove: half installed ones, and all but the ``keep`` that were completed last.
 
-    ``releases`` is what ``ansible.builtin.find`` returns, with ``path`` and ``mtime``; ``current`` is a path.
+    ``folders`` are the releases' paths, ``markers`` the files that tell when each was complete (``path`` and
+    ``mtime``), ``current`` the path of the current one, which counts as one to keep and always stays.
     """
     count = _integer(keep, "sglang_keep_releases")
-    others = sorted(
-        (item for item in releases if str(item["path"]) != str(current)),
-        key=lambda item: (float(item["mtime"]), str(item["path"])),
-        reverse=True,
-    )
-    return sorted(str(item["path"]) for item in others[count - 1 :])
+    completed = {str(Path(str(item["path"])).parent): float(item["mtime"]) for item in markers}
+    others = [str(folder) for folder in folders if str(folder) != str(current)]
+    newest = sorted((f for f in others if f in completed), key=lambda f: (completed[f], f), reverse=True)
+    return sorted(set(others) - set(newest[: count - 1]))
 
 
-def known_variables(spec_files: Sequence[str]) -> set[str]:
-    """Every variable that an argument spec among these files names."""
+def known_variables(roles: Path) -> set[str]:
+    """Every variable that an argument spec of a role in the folder ``roles`` names."""
     known: set[str] = set()
-    for name in spec_files:
-        for entry in yaml.safe_load(Path(name).read_text(encoding="utf-8"))["argument_specs"].values():
+    for file in roles.glob("*/meta/argument_specs.yml"):
+        for entry in yaml.safe_load(file.read_text(encoding="utf-8"))["argument_specs"].values():
             known.update(entry.get("options", {}))
     return known
 
 
 def sglang_gate(
     names: Sequence[str],
-    spec_files: Sequence[str],
+    roles: str,
     hosts: Sequence[str],
     ansible_version: str,
     python: Sequence[int] | None = None,
 ) -> list[str]:
     """What keeps a run from starting, as texts for a person; empty when nothing does.
 
-    ``names`` are the ``sglang_`` and ``sweep_`` variables that are set, ``spec_files`` the argument specs of
-    all roles, ``hosts`` the inventory's hosts, ``python`` the controller's version (default: the running one).
+    ``names`` are the ``sglang_`` and ``sweep_`` variables that are set, ``roles`` the folder whose argument
+    specs name the known ones, ``hosts`` the inventory's hosts, ``python`` the controller's version (default:
+    this one).
     """
     found = tuple(python or sys.version_info[:2])
     problems = []
@@ -315,15 +331,14 @@ def sglang_gate(
             "inventory: found no host in the group sglang; expected at least one; "
             "name an inventory with -i, for example -i inventory/demo"
         )
-    known = known_variables(spec_files)
-    for name in sorted(set(map(str, names)) - known):
+    known = known_variables(Path(roles))
+    unknown = sorted(set(map(str, names)) - known)
+    for name in unknown:
         close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-        kin = sorted(item for item in known if item.startswith(name.split("_")[0] + "_"))
-        problems.append(
-            f"unknown variable {name}"
-            + (f"; did you mean {close[0]}?" if close else "; remove it or correct its name.")
-            + f" Known: {', '.join(kin)}"
-        )
+        hint = f"did you mean {close[0]}?" if close else "remove it, or correct its name"
+        problems.append(f"unknown variable {name}; {hint}")
+    if unknown:
+        problems.append(f"known variables: {', '.join(sorted(known))}")
     return problems
 
 
@@ -336,6 +351,7 @@ class FilterModule:
             "sglang_argv": sglang_argv,
             "sglang_base_url": sglang_base_url,
             "sglang_configuration": sglang_configuration,
+            "sglang_devices": sglang_devices,
             "sglang_effective_configuration": sglang_effective_configuration,
             "sglang_fact": sglang_fact,
             "sglang_gate": sglang_gate,
