@@ -20,7 +20,7 @@ variables:
   {PREFIX}_TEMPLATES  where the templates are cached (default: in the state directory)
   {PREFIX}_BRIDGE     the bridge's name (default: arb0); one state directory, one bridge
   {PREFIX}_NETWORK    the hosts' network (default: 10.90.0.0/24); its first address is this machine's
-  {PREFIX}_SUITE      the hosts' Debian or Ubuntu release (default: this machine's)
+  {PREFIX}_SUITE      the hosts' Debian or Ubuntu release (default: bookworm)
   {PREFIX}_PACKAGES   packages to add to the template
   {PREFIX}_MIRROR     a mirror's address or an apt sources file (default: the release's usual mirror)
 """

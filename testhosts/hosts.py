@@ -138,10 +138,16 @@ def group_prefix(settings: Settings) -> str:
 
 
 def enter(leader: int) -> list[str]:
-    """Return the words that run what follows them inside the host, as root, with a clean environment."""
+    """Return the words that run what follows them inside the host, as root, with a clean environment.
+
+    nsenter must not do the last step, into the pid namespace, itself: it waits for the command as a shell with
+    job control does, and stops along with it. A host that shuts down first stops all it runs: nsenter would
+    then sleep for ever, and the host, which has to wait for all its processes to be reaped, too.
+    """
     variables = [f"{key}={value}" for key, value in INSIDE.items()]
     spaces = ["--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup"]
-    return ["nsenter", "--target", str(leader), *spaces, "--", "env", "-i", *variables]
+    words = ["nsenter", "--no-fork", "--target", str(leader), *spaces, "--", "env", "-i", *variables]
+    return [*words, "sh", "-c", '"$@"; exit $?', "sh"]
 
 
 def every(settings: Settings) -> list[Host]:
@@ -387,5 +393,5 @@ def execute(host: Host, command: Sequence[str]) -> None:
     group.mkdir(exist_ok=True)
     (group / "cgroup.procs").write_text(str(os.getpid()))
     terminal = os.environ.get("TERM", "dumb")
-    words = [*enter(leader), f"TERM={terminal}", *command]
+    words = [*enter(leader), "env", f"TERM={terminal}", *command]
     os.execvp(words[0], words)

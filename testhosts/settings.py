@@ -104,7 +104,7 @@ def load(environment: Mapping[str, str] = os.environ) -> Settings:
         ),
         bridge=bridge,
         network=_network(environment.get(f"{PREFIX}_NETWORK") or "10.90.0.0/24"),
-        suite=environment.get(f"{PREFIX}_SUITE") or machine_suite(),
+        suite=environment.get(f"{PREFIX}_SUITE") or "bookworm",
         packages=tuple(sorted({*PACKAGES, *extra})),
         mirror=environment.get(f"{PREFIX}_MIRROR") or "",
     )
@@ -124,16 +124,6 @@ def _network(value: str) -> IPv4Network:
     if network.prefixlen > 29:
         raise Problem(f"{PREFIX}_NETWORK={value}: too small for hosts, expected a prefix of /29 or wider")
     return network
-
-
-def machine_suite(os_release: Path = Path("/etc/os-release")) -> str:
-    """Return the code name of this machine's own release; empty when it has none."""
-    if os_release.exists():
-        for line in os_release.read_text().splitlines():
-            key, _, value = line.partition("=")
-            if key == "VERSION_CODENAME":
-                return value.strip("\"'")
-    return ""
 
 
 def parse_name(text: str) -> str:

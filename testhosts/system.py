@@ -18,6 +18,8 @@ COMMANDS = {
     "ip": "iproute2",
     "ssh-keygen": "openssh-client",
 }
+#: What mmdebstrap checks Debian's signatures with; on Ubuntu it is not there by itself.
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
 class Problem(Exception):
@@ -35,9 +37,7 @@ def run(argv: Sequence[str | Path], *, stdin: str = "") -> str:
     try:
         done = subprocess.run(words, input=stdin, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise Problem(
-            f"there is no {words[0]} here; `testhosts deps` installs what is needed"
-        ) from None
+        raise Problem(f"there is no {words[0]} here; `testhosts deps` installs what is needed") from None
     if done.returncode:
         detail = done.stderr.strip() or done.stdout.strip() or "no message"
         raise Problem(f"`{' '.join(words)}` failed ({done.returncode}): {detail}")
@@ -60,8 +60,9 @@ def require_apt() -> None:
 
 
 def missing_packages() -> list[str]:
-    """Return the packages whose commands this machine lacks."""
-    return sorted(package for command, package in COMMANDS.items() if shutil.which(command) is None)
+    """Return the packages of which this machine lacks what is used."""
+    missing = [package for command, package in COMMANDS.items() if shutil.which(command) is None]
+    return sorted(missing if KEYRING.exists() else [*missing, "debian-archive-keyring"])
 
 
 def require_all() -> None:

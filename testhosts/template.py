@@ -77,8 +77,6 @@ def ensure(settings: Settings) -> Template:
     A directory under its final name is complete: it gets there by one rename after the build. A second
     process waits for the first one's build.
     """
-    if not settings.suite:
-        raise Problem(f"this machine names no release (VERSION_CODENAME): set {PREFIX}_SUITE, e.g. bookworm")
     directory = _directory(settings)
     if not directory.is_dir():
         with locked(settings.templates / "lock"):
