@@ -175,7 +175,7 @@ class SweptService:
         claim = self.mine(token)
         before = self.unit.show("InvocationID").get("InvocationID", "")
         _write(self.dropin, content, 0o644)
-        self._arm(claim, lease_s)
+        claim = self._arm(claim, lease_s)
         loaded = [part for argument in self.unit.command() for part in expand(argument, {})]
         difference = first_difference(command, loaded)
         if difference:
@@ -184,7 +184,7 @@ class SweptService:
                 f"see `systemctl cat {self.unit.name}` for a drop-in that comes after it"
             )
         started = time.time()
-        refused = self._restart("restart")
+        refused = self.unit.start_anew("restart")
         after = self.unit.show("InvocationID", "ActiveState", "SubState", "Result")
         if after.get("InvocationID", "") == before and after.get("ActiveState") in _ALIVE:
             raise UnitError(f"{self.unit.name} still runs as before: {refused or 'the restart did nothing'}")
@@ -192,6 +192,7 @@ class SweptService:
             "invocation_id": after.get("InvocationID", ""),
             "started_at": utc(started),
             "restart_s": round(time.time() - started, 3),
+            "lease_until": claim.expires_at,
         }
 
     def mine(self, token: str) -> Claim:
@@ -227,9 +228,9 @@ class SweptService:
         self._remove_dropin()
         self.unit.call("systemctl", "daemon-reload")
         if claim is not None and not claim.was_active:
-            refused = self._restart("stop")
+            refused = self.unit.start_anew("stop")
         else:
-            refused = self._restart("restart") if self.unit.mismatch() else ""
+            refused = self.unit.start_anew("restart") if self.unit.mismatch() else ""
         if refused:
             raise UnitError(refused)  # the lease stays armed: the host tries once more by itself
         self._disarm()
@@ -269,16 +270,6 @@ class SweptService:
         self.dropin.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not there, or somebody else's drop-ins are in it
             self.dropin.parent.rmdir()
-
-    def _restart(self, verb: str) -> str:
-        """Restart or stop the unit; returns why not, else nothing."""
-        with contextlib.suppress(UnitError):  # a unit that never ran has nothing to reset
-            self.unit.call("systemctl", "reset-failed", self.unit.name)
-        try:
-            self.unit.call("systemctl", verb, self.unit.name)
-        except UnitError as error:
-            return str(error)
-        return ""
 
 
 def describe(claim: Claim) -> str:

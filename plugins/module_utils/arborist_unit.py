@@ -6,6 +6,7 @@ tests can look at the exact arguments.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,20 @@ class Unit:
                 f"{self.name} has {len(commands)} ExecStart commands, expected one; is it deployed?"
             )
         return [str(argument) for argument in commands[0][1]]
+
+    def start_anew(self, verb: str = "restart") -> str:
+        """Restart (or stop) the unit; returns what systemd said when it refused, else nothing.
+
+        Forgets earlier failures first: systemd refuses a unit that failed too often a short while ago, also
+        when its command has been put right since.
+        """
+        with contextlib.suppress(UnitError):  # a unit that is not loaded has no failures to forget
+            self.call("systemctl", "reset-failed", self.name)
+        try:
+            self.call("systemctl", verb, self.name)
+        except UnitError as error:
+            return str(error)
+        return ""
 
     def process(self) -> tuple[int, list[str]] | None:
         """The main process's id and arguments; None when there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ansible.module_utils.arborist_tuning import need_tuning
+from ansible.module_utils.arborist_tuning import another_invocation, need_tuning
 from ansible.module_utils.basic import AnsibleModule
 
 try:
@@ -43,6 +43,12 @@ options:
     description: Seconds between two looks.
     type: float
     default: 0.25
+  invocation_id:
+    description: >-
+      The invocation to wait for, from M(sweep_service). Another one that is ready is a failure then. Empty
+      means whichever runs.
+    type: str
+    default: ""
   api_key:
     description: The service's API key, where it asks for one.
     type: str
@@ -98,6 +104,7 @@ def main() -> None:
             "base_url": {"type": "str", "required": True},
             "timeout": {"type": "float", "default": 900},
             "poll": {"type": "float", "default": 0.25},
+            "invocation_id": {"type": "str", "default": ""},
             "api_key": {"type": "str", "no_log": True},
         },
         supports_check_mode=True,
@@ -119,8 +126,12 @@ def main() -> None:
         "main_pid": report.main_pid,
         "phases": report.phases.model_dump(mode="json"),
     }
-    if report.failure is not None:
-        failure = report.failure.model_dump(mode="json")
+    failure = (
+        report.failure.model_dump(mode="json")
+        if report.failure is not None
+        else another_invocation(params["invocation_id"], report.invocation_id)
+    )
+    if failure is not None:
         module.fail_json(msg=failure_message(params["unit"], failure), failure=failure, **result)
     module.exit_json(**result)
 

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-
-from ansible.module_utils.arborist_unit import Unit, UnitError
+from ansible.module_utils.arborist_unit import Unit
 from ansible.module_utils.basic import AnsibleModule
 
 DOCUMENTATION = r"""
@@ -15,8 +13,8 @@ short_description: Restart a service, whatever state a failure left it in
 description:
   - Forgets earlier failures first, because systemd refuses to start a unit that failed too often a short
     while ago, also when its command has been put right since.
-  - A start that systemd refuses is no failure here. It is returned, and M(sglang_ready) says why the unit does
-    not run, with the journal's tail.
+  - A start that systemd refuses is no failure here. It is returned, and M(sglang_ready) says why the unit
+    does not run, with the journal's tail.
 options:
   unit:
     description: The systemd service, with or without C(.service).
@@ -38,23 +36,12 @@ refused:
 """
 
 
-def restart(unit: Unit) -> str:
-    """Restart the unit; returns what systemd said when it refused, else nothing."""
-    with contextlib.suppress(UnitError):  # a unit that is not loaded has no failures to forget
-        unit.call("systemctl", "reset-failed", unit.name)
-    try:
-        unit.call("systemctl", "restart", unit.name)
-    except UnitError as error:
-        return str(error)
-    return ""
-
-
 def main() -> None:
     """Run the module."""
     module = AnsibleModule(
         argument_spec={"unit": {"type": "str", "required": True}}, supports_check_mode=True
     )
-    refused = "" if module.check_mode else restart(Unit(module.params["unit"], module.run_command))
+    refused = "" if module.check_mode else Unit(module.params["unit"], module.run_command).start_anew()
     module.exit_json(changed=True, refused=refused)
 
 

@@ -39,6 +39,11 @@ command:
   type: list
   elements: str
   returned: success
+lines:
+  description: The same for a person.
+  type: list
+  elements: str
+  returned: success
 main_pid:
   description: The unit's main process.
   type: int
@@ -70,7 +75,12 @@ def main() -> None:
     wanted = module.params["command"]
     if wanted and command != wanted:
         module.fail_json(msg=f"{unit.name} runs another command: {first_difference(wanted, command)}")
-    module.exit_json(changed=False, main_pid=pid, command=command)
+    module.exit_json(
+        changed=False,
+        main_pid=pid,
+        command=command,
+        lines=[f"process {pid} of {unit.name} runs the deployed command"],
+    )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ try:
     from tuning import __version__
     from tuning.grid import GridError, parse_grid, to_json
     from tuning.models import FileName
+    from tuning.prompts import Prompt, PromptError, load_prompts
     from tuning.store import LATEST, StoreError, Study, open_study
 
     _STUDY: TypeAdapter[str] = TypeAdapter(FileName)
@@ -103,10 +104,6 @@ study:
   description: The study's name.
   type: str
   returned: success
-study_dir:
-  description: The study's folder. It is made with the first trial.
-  type: str
-  returned: success
 token:
   description: Names this controller process, for M(sweep_service).
   type: str
@@ -132,8 +129,10 @@ lease_seconds:
   description: As a number.
   type: int
   returned: success
-meta:
-  description: What C(study.json) will hold.
+record:
+  description: >-
+    What M(sweep_record) needs of the plan, C(study), C(study_dir), C(labels), and C(meta), which becomes
+    C(study.json). The study's folder is made with the first trial.
   type: dict
   returned: success
 lines:
@@ -219,18 +218,16 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
         configurations = parse_grid(params["grid"], params["arms"], base=base)
     except GridError as error:
         problems.append(str(error))
-    workload = {
-        "levels": problems.levels("sweep_levels", params["levels"]),
-        "max_tokens": problems.whole("sweep_tokens", params["tokens"], 1),
-        "prompt_limit": problems.whole("sweep_prompt_limit", params["prompt_limit"], 0),
-        "prompts": "",
-    }
-    if params["prompts"]:
-        path = base / Path(params["prompts"]).expanduser()
-        if path.is_file():
-            workload["prompts"] = str(path)
-        else:
-            problems.append(f"sweep_prompts is {params['prompts']!r}; {path} is not a file")
+    levels = problems.levels("sweep_levels", params["levels"])
+    max_tokens = problems.whole("sweep_tokens", params["tokens"], 2)
+    limit = problems.whole("sweep_prompt_limit", params["prompt_limit"], 0)
+    prompts: list[Prompt] = []
+    try:
+        path = base / Path(params["prompts"]).expanduser() if params["prompts"] else None
+        prompts = load_prompts(path, limit)
+    except PromptError as error:
+        problems.append(str(error))
+    workload = {"levels": levels, "max_tokens": max_tokens}
     ready_timeout = problems.whole("sweep_ready_timeout", params["ready_timeout"], 1)
     lease_seconds = problems.whole("sweep_lease_seconds", params["lease_seconds"], 1)
     if lease_seconds < ready_timeout + _ROOM_S:
@@ -263,22 +260,26 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
     controller = describe()
     return {
         "study": name,
-        "study_dir": str(study.path),
         "token": token(),
         "controller": controller,
         "configurations": rows,
-        "workload": workload,
+        "workload": {**workload, "prompts": [prompt.model_dump(mode="json") for prompt in prompts]},
         "ready_timeout": ready_timeout,
         "lease_seconds": lease_seconds,
-        "meta": {
+        "record": {
             "study": name,
-            "planned_at": now.isoformat(timespec="seconds").replace("+00:00", "Z"),
-            "controller": controller,
-            "arborist": __version__,
-            "hosts": params["hosts"],
-            "grid": params["grid"],
-            "configurations": rows,
-            "workload": workload,
+            "study_dir": str(study.path),
+            "labels": labels,
+            "meta": {
+                "study": name,
+                "planned_at": now.isoformat(timespec="seconds").replace("+00:00", "Z"),
+                "controller": controller,
+                "arborist": __version__,
+                "hosts": params["hosts"],
+                "grid": params["grid"],
+                "configurations": rows,
+                "workload": {**workload, "prompts": [prompt.id for prompt in prompts]},
+            },
         },
         "lines": plan_lines(
             name, labels, params["hosts"], seconds_a_row(Path(params["results_dir"])), ready_timeout

@@ -32,7 +32,7 @@ description:
   - The first trial makes the study's folder and points C(latest) at it.
 options:
   plan:
-    description: RV(sweep_plan#the whole result).
+    description: RV(sweep_plan#record).
     type: dict
     required: true
   host:
@@ -75,7 +75,7 @@ options:
 EXAMPLES = r"""
 - name: Record the row
   sweep_record:
-    plan: "{{ plan }}"
+    plan: "{{ plan.record }}"
     host: "{{ inventory_hostname }}"
     position: 1
     configuration: "{{ configuration }}"
@@ -142,27 +142,31 @@ def fact(params: dict[str, Any], now: str) -> TrialFact:
     )
 
 
-def row_line(row: report.Row, position: int, total: int, many_hosts: bool) -> str:
-    """One finished row for a person."""
-    parts = [
-        f"[{position}/{total}]",
-        *([row.host] if many_hosts else []),
-        f"{row.label:<8}",
-        f"{row.status:<6}",
-    ]
-    if row.tok_s is not None:
-        parts.append(f"{row.tok_s:7.1f} tok/s")
-    if row.accept_length is not None:
-        parts.append(f"accept {row.accept_length:.2f}")
-    if row.times_ar is not None:
-        parts.append(f"{row.times_ar:.2f} x AR")
-    if row.same_as_ar is not None:
-        parts.append("same as AR {}/{}".format(*row.same_as_ar))
-    if row.boot_s is not None:
-        parts.append(f"boot {row.boot_s:.1f} s")
-    if row.note:
-        parts.append(row.note)
-    return "  ".join(parts)
+def row_lines(row: report.Row, position: int, plan: dict[str, Any], path: Path, hint: str) -> list[str]:
+    """One finished row for a person; a failed one with what to do and where the journal's tail is."""
+    labels = plan["labels"]
+    width = min(max(map(len, labels)), 40)
+    many_hosts = len(plan["meta"]["hosts"]) > 1
+    parts = [f"[{position}/{len(labels)}]", *([row.host] if many_hosts else []), f"{row.label:<{width}}"]
+    if row.tok_s is None:
+        parts.append(f"{row.status}  {row.note}")
+    else:
+        parts.append(f"{row.status:<6}  {row.tok_s:7.1f} tok/s")
+        if row.accept_length is not None:
+            parts.append(f"accept {row.accept_length:.2f}")
+        if row.times_ar is not None:
+            parts.append(f"{row.times_ar:.2f} x AR")
+        if row.same_as_ar is not None:
+            parts.append("same as AR {}/{}".format(*row.same_as_ar))
+        if row.boot_s is not None:
+            parts.append(f"boot {row.boot_s:.1f} s")
+        if row.note:
+            parts.append(row.note)
+    lines = ["  ".join(parts)]
+    if row.status == "failed":
+        lines += [f"    what to do: {hint}"] if hint else []
+        lines.append(f"    journal's tail: {path}")
+    return lines
 
 
 def report_row(study: Study, made: TrialFact) -> report.Row:
@@ -206,8 +210,9 @@ def main() -> None:
         module.fail_json(
             msg=f"the row of {params['configuration'].get('label')} is not on disk: {error}", abort=True
         )
-    line = row_line(row, params["position"], len(plan["configurations"]), len(plan["meta"]["hosts"]) > 1)
-    module.exit_json(changed=True, path=str(path), status=made.status, lines=[line])
+    hint = made.failure.hint if made.failure is not None else ""
+    lines = row_lines(row, params["position"], plan, path, hint)
+    module.exit_json(changed=True, path=str(path), status=made.status, lines=lines)
 
 
 if __name__ == "__main__":

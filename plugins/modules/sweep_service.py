@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ansible.module_utils.arborist_sweep import SweptService, Taken
-from ansible.module_utils.arborist_unit import UnitError
+from ansible.module_utils.arborist_unit import UnitError, expand, first_difference
 from ansible.module_utils.basic import AnsibleModule
 
 DOCUMENTATION = r"""
@@ -58,7 +58,9 @@ options:
     type: str
     default: ""
   command:
-    description: For C(state=applied), the arguments that the drop-in's ExecStart must come to.
+    description: >-
+      For C(state=applied), the arguments that the drop-in's ExecStart must come to. For C(state=claimed), the
+      command that the inventory asks for; a person is told where the deployed one differs.
     type: list
     elements: str
     default: []
@@ -90,10 +92,19 @@ was_active:
   type: bool
   returned: state=claimed
 leftovers:
-  description: Files of a dead sweep that were removed.
+  description: Files that a sweep had left; they are removed.
   type: list
   elements: str
-  returned: state=claimed
+  returned: state=claimed, state=restored
+lines:
+  description: What a person should know.
+  type: list
+  elements: str
+  returned: state=claimed, state=restored
+lease_until:
+  description: When the lease runs out, in seconds since the epoch by the host's clock.
+  type: float
+  returned: state=claimed, state=applied
 invocation_id:
   description: The started invocation.
   type: str
@@ -116,6 +127,20 @@ abort:
   type: bool
   returned: failure
 """
+
+
+def claim_lines(left: list[str], asked: list[str], deployed: list[str]) -> list[str]:
+    """What a person should know when a sweep takes a service."""
+    lines = []
+    if left:
+        lines.append(f"removed what a sweep left here that was cut off: {', '.join(left)}")
+    difference = first_difference(asked, [part for word in deployed for part in expand(word, {})])
+    if asked and difference:
+        lines.append(
+            f"the deployed command is not the inventory's ({difference}): the rows take the inventory's "
+            "settings, and at the end the service gets its deployed command back"
+        )
+    return lines
 
 
 def claimed(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
@@ -149,6 +174,8 @@ def claimed(service: SweptService, params: dict[str, Any], check: bool) -> dict[
         "leftovers": left,
         "command": service.unit.command(),
         "was_active": claim.was_active,
+        "lease_until": claim.expires_at,
+        "lines": claim_lines(left, params["command"], service.unit.command()),
     }
 
 
@@ -164,10 +191,17 @@ def restored(service: SweptService, params: dict[str, Any], check: bool) -> dict
     """Give the service back. Raises Taken when it is no longer this sweep's to give."""
     if params["token"]:
         service.mine(params["token"])
-    found = service.wrong()
+    found, leftovers = service.wrong(), service.leftovers()
     if found and not check:
         service.restore()
-    return {"changed": bool(found), "found": found}
+    told = "; ".join(found) or "nothing to restore"
+    return {
+        "changed": bool(found),
+        "found": found,
+        "leftovers": leftovers,
+        "released": not check,
+        "lines": [] if params["token"] else [f"found {told}" if found else told],
+    }
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ansible.module_utils import arborist_controller as controller
-from conftest import load
+
+from tests.plugins.support import load
 
 BOOT = "11111111-2222-3333-4444-555555555555"
 
@@ -67,7 +69,7 @@ def test_without_a_playbook_above_the_token_can_not_be_found_again(proc: Path, t
     assert first != second
 
 
-def test_an_owner_that_lives_is_refused_with_what_to_do(run_module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_that_lives_is_refused(run_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("sweep_owner")
     holder = {"token": "x", "study": "s1", "started_at": "T", "controller": "a@b, process 7"}
     monkeypatch.setattr(module, "gone", lambda token: False)

@@ -8,7 +8,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import load
+
+from tests.plugins.support import load
 
 NOW = datetime(2026, 3, 1, 12, 30, 5, tzinfo=UTC)
 
@@ -42,9 +43,11 @@ def test_a_plan_says_all_that_the_sweep_needs(
     made, problems = module.plan(told, NOW)
     assert problems == []
     assert made["study"] == "20260301T123005Z"
-    assert made["study_dir"] == str(tmp_path / "results" / "20260301T123005Z")
+    assert made["record"]["study_dir"] == str(tmp_path / "results" / "20260301T123005Z")
     assert [c["label"] for c in made["configurations"]] == ["ar", "chain", "8:4", "16:4"]
-    assert made["workload"] == {"levels": [1], "max_tokens": 128, "prompt_limit": 0, "prompts": ""}
+    assert (made["workload"]["levels"], made["workload"]["max_tokens"]) == ([1], 128)
+    assert len(made["workload"]["prompts"]) >= 12
+    assert {"id", "category", "text"} == set(made["workload"]["prompts"][0])
     assert made["lines"][0] == "Study 20260301T123005Z: 4 rows on 1 host (h1)"
     assert not (tmp_path / "results").exists(), "planning writes nothing"
 
@@ -59,7 +62,8 @@ def test_numbers_may_come_as_text(module: ModuleType, told: dict[str, Any]) -> N
     }
     made, problems = module.plan(told, NOW)
     assert problems == []
-    assert made["workload"] == {"levels": [1, 4], "max_tokens": 64, "prompt_limit": 3, "prompts": ""}
+    assert (made["workload"]["levels"], made["workload"]["max_tokens"]) == ([1, 4], 64)
+    assert len(made["workload"]["prompts"]) == 3
     assert (made["ready_timeout"], made["lease_seconds"]) == (60, 90)
 
 
@@ -88,7 +92,8 @@ def test_spellings_of_levels(module: ModuleType, told: dict[str, Any], value: An
         ({"tokens": True}, ["sweep_tokens is True"]),
         ({"tokens": 1.5}, ["sweep_tokens is 1.5"]),
         ({"prompt_limit": -1}, ["sweep_prompt_limit is -1"]),
-        ({"prompts": "none.yml"}, ["sweep_prompts is 'none.yml'", "is not a file"]),
+        ({"prompts": "none.yml"}, ["none.yml", "can't be read", "sweep_prompts"]),
+        ({"tokens": 1}, ["sweep_tokens is 1", "at least 2"]),
         ({"lease_seconds": 900}, ["sweep_lease_seconds is 900", "915"]),
         ({"study": "a/b"}, ["sweep_study", "a/b"]),
         ({"study": "latest"}, ["sweep_study", "latest"]),

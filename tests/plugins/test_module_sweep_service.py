@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from ansible.module_utils.arborist_sweep import SweptService, Taken
 from ansible.module_utils.arborist_unit import UnitError
-from conftest import Systemctl, load
+
+from tests.plugins.support import Systemctl, load
 
 BUS = "busctl --json=short get-property org.freedesktop.systemd1"
 EXEC = f"{BUS} /org/freedesktop/systemd1/unit/svc_2eservice org.freedesktop.systemd1.Service ExecStart"
@@ -79,10 +80,12 @@ class Host:
         return ""
 
     def take(self, token: str = "me", from_token: str = "") -> list[str]:
-        return self.service.take(token, "s1", "a@b", 60, from_token)[1]
+        left: list[str] = self.service.take(token, "s1", "a@b", 60, from_token)[1]
+        return left
 
     def apply(self, token: str = "me") -> dict[str, object]:
-        return self.service.apply(token, DROPIN, TRIAL, 60)
+        facts: dict[str, object] = self.service.apply(token, DROPIN, TRIAL, 60)
+        return facts
 
 
 @pytest.fixture
@@ -301,7 +304,7 @@ def test_check_mode_looks_and_writes_nothing(host: Host, monkeypatch: pytest.Mon
     before = sorted(host.root.rglob("*"))
     arguments = {"token": "me", "from_token": "", "study": "s", "controller": "c", "lease_seconds": 60}
     assert module.claimed(host.service, arguments, check=True)["claimed"] is True
-    assert module.restored(host.service, {"token": ""}, check=True) == {"changed": False, "found": []}
+    assert module.restored(host.service, {"token": ""}, check=True)["found"] == []
     host.run(TRIAL)
     assert module.restored(host.service, {"token": ""}, check=True)["changed"] is True
     assert sorted(host.root.rglob("*")) == before

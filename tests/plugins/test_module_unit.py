@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ansible.module_utils.arborist_unit import Unit, UnitError, bus_path, expand, first_difference, unit_name
 
+from tests.plugins.support import Systemctl
+
 BUSCTL = (
     "busctl --json=short get-property org.freedesktop.systemd1 "
     "/org/freedesktop/systemd1/unit/sglang_2dddtree_2eservice org.freedesktop.systemd1.Service ExecStart"
@@ -67,20 +69,20 @@ def test_a_difference_names_its_place() -> None:
     assert first_difference(["p"], ["p", "-x"]) == "'-x' is too much"
 
 
-def test_the_command_is_what_systemd_loaded(systemctl) -> None:
+def test_the_command_is_what_systemd_loaded(systemctl: Systemctl) -> None:
     systemctl.answers[BUSCTL] = EXEC
     unit = Unit("sglang-ddtree", systemctl)
     assert unit.command() == ["/bin/sh", "-c", "sleep 10000", "a b%c", "x$$y", "0", '{"a": 1}']
     assert systemctl.calls == [BUSCTL.split(" ")]
 
 
-def test_a_unit_without_a_command_is_not_deployed(systemctl) -> None:
+def test_a_unit_without_a_command_is_not_deployed(systemctl: Systemctl) -> None:
     systemctl.answers[BUSCTL] = '{"type":"a(sasbttttuii)","data":[]}'
     with pytest.raises(UnitError, match=r"has 0 ExecStart commands, expected one; is it deployed\?"):
         Unit("sglang-ddtree", systemctl).command()
 
 
-def test_what_systemd_refuses_is_said(systemctl) -> None:
+def test_what_systemd_refuses_is_said(systemctl: Systemctl) -> None:
     systemctl.failures[BUSCTL] = "Unknown interface\n"
     with pytest.raises(UnitError, match=r"get-property .* failed \(rc 1\): Unknown interface"):
         Unit("sglang-ddtree", systemctl).command()
@@ -94,7 +96,7 @@ def test_what_systemd_refuses_is_said(systemctl) -> None:
     ],
 )
 def test_the_running_command_is_compared_argument_by_argument(
-    systemctl, tmp_path: Path, argv: list[str], difference: str
+    systemctl: Systemctl, tmp_path: Path, argv: list[str], difference: str
 ) -> None:
     systemctl.answers[BUSCTL] = EXEC
     systemctl.answers["systemctl show sglang-ddtree.service --property MainPID"] = "MainPID=77\n"
@@ -102,7 +104,7 @@ def test_the_running_command_is_compared_argument_by_argument(
     assert Unit("sglang-ddtree", systemctl, proc=tmp_path).mismatch() == difference
 
 
-def test_no_process_is_a_mismatch(systemctl) -> None:
+def test_no_process_is_a_mismatch(systemctl: Systemctl) -> None:
     systemctl.answers[BUSCTL] = EXEC
     systemctl.answers["systemctl show sglang-ddtree.service --property MainPID"] = "MainPID=0\n"
     systemctl.answers["systemctl show sglang-ddtree.service --property ActiveState,SubState"] = (
