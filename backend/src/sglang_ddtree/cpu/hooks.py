@@ -25,11 +25,18 @@ def activate() -> None:
     add(f"{native}.init_forward_metadata", attention.plan_verify, HookType.BEFORE)
     add(f"{native}.forward_extend", attention.forward_extend, HookType.AROUND)
     add("sglang.srt.entrypoints.engine._set_envs_and_config", boot.after_environment, HookType.AFTER)
+    add(
+        "sglang.srt.entrypoints.http_server._execute_server_warmup", boot.warm_up_without_delay, HookType.AROUND
+    )
+    add(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
+        boot.stop_without_delay,
+        HookType.AROUND,
+    )
     # Streams of a CPU are one; torch has no kernel for this method there.
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
     if os.environ.get("TRITON_INTERPRET") == "1":
         _interpret_bf16()
-    boot.prepare()
 
 
 class _CpuAllowed:

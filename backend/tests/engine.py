@@ -1,0 +1,151 @@
+"""A real SGLang server on the CPU engine for the tests, with the demo pair."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
+PORTS = range(31020, 31100)
+BOOT_SECONDS = 240.0
+
+CPU_FLAGS = (
+    "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch "
+    "--disable-cuda-graph --grammar-backend none --max-total-tokens 8192 --max-running-requests 8 "
+    "--context-length 1024"
+).split()
+DRAFT = ["--speculative-draft-model-path", str(MODELS / "draft")]
+CHAIN = ["--speculative-algorithm", "DFLASH", *DRAFT]
+
+_LINE = re.compile(
+    r"DDTREE metrics: budget=(?P<budget>\d+) topk=(?P<topk>\d+) steps=(?P<steps>\d+) tokens=(?P<tokens>\d+) "
+    r"avg_commit_len=(?P<average>\d+\.\d\d) hist=(?P<hist>[\d,]+) "
+    r"draft_ms=[\d.]+ build_ms=[\d.]+ verify_ms=[\d.]+$"
+)
+
+
+def tree_flags(budget: int, topk: int) -> list[str]:
+    return [
+        *("--speculative-algorithm", "DDTREE", *DRAFT),
+        *("--speculative-ddtree-budget", str(budget), "--speculative-ddtree-topk-cap", str(topk)),
+    ]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The caller's environment without what would change a server, plus what the CPU engine needs."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "TRITON_", "PYTHONPATH"))}
+    return {
+        **clean,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        **(extra or {}),
+    }
+
+
+def launch_command(port: int, flags: Sequence[str], target: Path = MODELS / "target") -> list[str]:
+    return [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(target)),
+        *("--host", "127.0.0.1", "--port", str(port), *CPU_FLAGS, *flags),
+    ]
+
+
+def free_port() -> int:
+    for port in PORTS:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise RuntimeError(f"no free port in {PORTS}")
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    budget: int
+    topk: int
+    steps: int
+    tokens: int
+    average: str
+    histogram: list[int]
+
+
+@dataclass
+class Server:
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+    boot_seconds: float = 0.0
+
+    def generate(self, text: str | list[str], tokens: int, **parameters: Any) -> Any:
+        """Greedy completion of exactly ``tokens`` tokens; a list of texts runs as one batch."""
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **parameters}
+        answer = requests.post(
+            f"{self.url}/generate", json={"text": text, "sampling_params": sampling}, timeout=600
+        )
+        answer.raise_for_status()
+        return answer.json()
+
+    def metrics(self) -> list[MetricsLine]:
+        lines = []
+        for text in self.log.read_text(errors="replace").splitlines():
+            if "DDTREE metrics" in text:
+                match = _LINE.search(text)
+                assert match is not None, f"not the agreed format: {text}"
+                number = {key: int(match[key]) for key in ("budget", "topk", "steps", "tokens")}
+                histogram = [int(part) for part in match["hist"].split(",")]
+                lines.append(MetricsLine(**number, average=match["average"], histogram=histogram))
+        return lines
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    return "\n".join(line[:300] for line in log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextmanager
+def serve(flags: Sequence[str], log: Path, extra_env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server that answers; one that dies at start fails the test at once, with the end of its log."""
+    port = free_port()
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            launch_command(port, flags),
+            env=environment(extra_env),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = Server(f"http://127.0.0.1:{port}", log, process)
+    try:
+        while not _healthy(server.url):
+            if process.poll() is not None:
+                raise RuntimeError(f"the server died with {process.returncode}:\n{tail(log)}")
+            if time.monotonic() - started > BOOT_SECONDS:
+                raise RuntimeError(f"the server did not answer within {BOOT_SECONDS} s:\n{tail(log)}")
+            time.sleep(0.1)
+        server.boot_seconds = time.monotonic() - started
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=5).status_code == 200
+    except requests.RequestException:
+        return False

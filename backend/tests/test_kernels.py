@@ -1,0 +1,51 @@
+"""The stand-in kernels of the CPU engine against small examples worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_ddtree.cpu import sgl_kernel
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def test_assign_req_to_token_pool() -> None:
+    table = torch.zeros(3, 6, dtype=torch.int32)
+    sgl_kernel.assign_req_to_token_pool_cpu(ints(2, 0), table, ints(1, 4), ints(4, 6), ints(7, 8, 9, 5, 6), 6)
+    assert table.tolist() == [[0, 0, 0, 0, 5, 6], [0] * 6, [0, 7, 8, 9, 0, 0]]
+
+
+def test_assign_extend_cache_locs() -> None:
+    table = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
+    slots = torch.zeros(5, dtype=torch.int64)
+    sgl_kernel.assign_extend_cache_locs_cpu(ints(1, 0), table, ints(0, 2), ints(3, 4), slots, 4)
+    assert slots.tolist() == [5, 6, 7, 3, 4]
+
+
+@pytest.mark.parametrize("ends", [(5, 4), (1, 2)])
+def test_a_range_outside_its_row_is_refused(ends: tuple[int, int]) -> None:
+    """Torch would cut the slice short, or wrap it, and corrupt a neighbour's sequence."""
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    with pytest.raises(IndexError, match="4 columns"):
+        sgl_kernel.assign_req_to_token_pool_cpu(ints(0, 1), table, ints(2, 2), ints(*ends), torch.zeros(9), 4)
+
+
+def test_copy_all_layer_kv_cache_reads_before_it_writes() -> None:
+    """Rows 3 and 5 move to 1 and 3: row 3 is source of one move and target of the other."""
+    first = torch.arange(12, dtype=torch.float32).view(6, 2)
+    second = torch.arange(18, dtype=torch.float32).view(6, 3) * 10
+    expected = [buffer.clone() for buffer in (first, second)]
+    for buffer in expected:
+        buffer[1], buffer[3] = buffer[3].clone(), buffer[5].clone()
+    pointers = torch.tensor([first.data_ptr(), second.data_ptr()], dtype=torch.uint64)
+    sgl_kernel.copy_all_layer_kv_cache_cpu(pointers, ints(8, 12), ints(1, 3, 4), ints(3, 5, 4))
+    assert torch.equal(first, expected[0])
+    assert torch.equal(second, expected[1])
+
+
+def test_other_names_import_and_refuse_to_run() -> None:
+    with pytest.raises(NotImplementedError, match="gelu_quick"):
+        sgl_kernel.gelu_quick(1)

@@ -1,0 +1,125 @@
+"""The real server, row by row: greedy output is the autoregressive one, and the counts add up.
+
+Rows are those of the demonstration. Each server is started once; what it answered is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import CHAIN, MetricsLine, serve, tree_flags
+from prompts import PROMPTS
+
+TOKENS = 128
+BATCH = 4
+TREES = {"8:4": (8, 4), "16:4": (16, 4), "16:8": (16, 8), "24:6": (24, 6), "32:8": (32, 8), "48:8": (48, 8)}
+BLOCK = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    single: list[list[int]]
+    batched: list[list[int]]
+    steps: int
+    accepted: int
+    histogram: list[int]
+    lines: list[MetricsLine]
+
+    @property
+    def accept_length(self) -> float:
+        return (self.accepted + self.steps) / self.steps
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    logs = tmp_path_factory.mktemp("logs")
+
+    @cache
+    def of(row: str) -> Run:
+        flags = {"ar": [], "chain": CHAIN}.get(row) if row not in TREES else tree_flags(*TREES[row])
+        assert flags is not None
+        return measure(flags, logs / f"{row.replace(':', '-')}.log")
+
+    return of
+
+
+def measure(flags: list[str], log: Path) -> Run:
+    with serve(flags, log) as server:
+        single = [server.generate(prompt, TOKENS) for prompt in PROMPTS]
+        batched = []
+        for start in range(0, len(PROMPTS), BATCH):
+            batched += server.generate(PROMPTS[start : start + BATCH], TOKENS)
+        # All answers are here, so all lines have to be.
+        lines = server.metrics()
+    counts = [answer["meta_info"] for answer in single + batched]
+    histogram = [0] * BLOCK
+    for count in counts:
+        for accepted, requests in enumerate(count.get("spec_correct_drafts_histogram") or []):
+            histogram[accepted] += requests
+    return Run(
+        single=[answer["output_ids"] for answer in single],
+        batched=[answer["output_ids"] for answer in batched],
+        steps=sum(count.get("spec_verify_ct", 0) for count in counts),
+        accepted=sum(count.get("spec_num_correct_drafts", 0) for count in counts),
+        histogram=histogram,
+        lines=lines,
+    )
+
+
+def test_prompts_are_worth_the_name(run: Any) -> None:
+    assert len(PROMPTS) >= 12
+    assert len({len(prompt) for prompt in PROMPTS}) == len(PROMPTS)
+    assert all(len(output) == TOKENS for output in run("ar").single + run("ar").batched)
+    assert len({tuple(output) for output in run("ar").single}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("row", ["chain", *TREES])
+def test_greedy_output_is_the_autoregressive_one(run: Any, row: str) -> None:
+    assert run("ar").batched == run("ar").single
+    assert run(row).single == run("ar").single
+    assert run(row).batched == run("ar").single
+
+
+@pytest.mark.parametrize("row", TREES)
+def test_journal_and_responses_agree(run: Any, row: str) -> None:
+    result, (budget, topk) = run(row), TREES[row]
+    # The server's own warm-up request is in the journal, too: its steps are in the lines before the first of ours.
+    lines, steps = list(result.lines), 0
+    assert {(line.budget, line.topk) for line in lines} == {(budget, topk)}
+    while sum(line.steps for line in lines) > result.steps:
+        steps += lines.pop(0).steps
+    assert steps <= 8, "more than the warm-up is left over"
+    assert sum(line.steps for line in lines) == result.steps
+    assert sum(line.tokens for line in lines) == result.accepted + result.steps
+    totals = [sum(column) for column in zip(*(line.histogram for line in lines), strict=True)]
+    assert totals == result.histogram
+    for line in lines:
+        assert line.average == f"{line.tokens / line.steps:.2f}"
+        assert line.tokens == sum(count * (nodes + 1) for nodes, count in enumerate(line.histogram))
+
+
+@pytest.mark.parametrize("ascending", [["8:4", "16:4"], ["16:8", "32:8", "48:8"]])
+def test_accept_length_does_not_fall_with_the_budget(run: Any, ascending: list[str]) -> None:
+    lengths = [run(row).accept_length for row in ascending]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > lengths[0]
+
+
+@pytest.mark.parametrize("row", TREES)
+def test_a_tree_beats_the_chain(run: Any, row: str) -> None:
+    assert run(row).accept_length > run("chain").accept_length > 2
+
+
+@pytest.mark.parametrize("plant", ["nomask", "nomove", "width"])
+def test_a_planted_fault_is_noticed(run: Any, plant: str, tmp_path: Path) -> None:
+    environment = {"SGLANG_DDTREE_PLANT": plant, "SGLANG_DDTREE_TEST": "1"}
+    with serve(tree_flags(16, 4), tmp_path / "log", environment) as server:
+        outputs = [server.generate(prompt, TOKENS)["output_ids"] for prompt in PROMPTS[:6]]
+        assert f"PLANTED FAULT {plant}" in server.log.read_text()
+    expected = run("ar").single[:6]
+    wrong = sum(output != reference for output, reference in zip(outputs, expected, strict=True))
+    assert wrong >= 3, f"{plant} changed {wrong} of 6 outputs only"
