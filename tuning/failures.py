@@ -60,6 +60,8 @@ _RULES: tuple[_Rule, ...] = (
         r"was given with --speculative-algorithm",
         r"DDTREE does not support",
         r"DDTREE needs an attention backend",
+        r"DDTREE verifies trees, and found a target with",
+        r"expected at least \d",
         r"expected a whole number",
     ),
     _rule(
@@ -71,6 +73,11 @@ _RULES: tuple[_Rule, ...] = (
         r"DDTREE found no block size",
         r"DDTREE found a draft block of",
         r"expected a plain DFlash draft",
+    ),
+    _rule(
+        "draft_missing",
+        "set sglang_draft_model_path to a DFlash draft",
+        r"DDTREE needs a draft model and found none",
     ),
     _rule(
         "port_in_use",
