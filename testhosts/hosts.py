@@ -140,9 +140,9 @@ def group_prefix(settings: Settings) -> str:
 def enter(leader: int) -> list[str]:
     """Return the words that run what follows them inside the host, as root, with a clean environment.
 
-    nsenter must not do the last step, into the pid namespace, itself: it waits for the command as a shell with
-    job control does, and stops along with it. A host that shuts down first stops all it runs: nsenter would
-    then sleep for ever, and the host, which has to wait for all its processes to be reaped, too.
+    nsenter must not do the last step, into the pid namespace, itself: it waits for the command as a shell
+    with job control does, and stops along with it. A host that shuts down first stops all it runs: nsenter
+    would then sleep for ever, and so would the host, which waits until all its processes are reaped.
     """
     variables = [f"{key}={value}" for key, value in INSIDE.items()]
     spaces = ["--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup"]
