@@ -55,6 +55,16 @@ class CallbackModule(Default):
         role = getattr(task, "_role", None)
         return self._display.verbosity == 0 and role is not None and role.get_name() in QUIET
 
+    def _idle(self, result: Any) -> bool:
+        """Whether this is a task of the client's installation that found nothing to do."""
+        role = getattr(result.task, "_role", None)
+        return (
+            self._display.verbosity == 0
+            and role is not None
+            and role.get_name() == "sweep_client"
+            and not result.result.get("changed")
+        )
+
     def _say(self, result: Any, color: str | None = None) -> None:
         """Print a result's lines; what a host says of itself carries its name."""
         here = "_ansible_delegated_vars" in result.result
@@ -76,7 +86,8 @@ class CallbackModule(Default):
         """Print the lines of a task, or the task."""
         self._note(result)
         if not self._quiet(result.task):
-            super().v2_runner_on_ok(result)
+            if not self._idle(result):
+                super().v2_runner_on_ok(result)
             return
         self._handle_warnings_and_exception(result)
         self._say(result, C.COLOR_ERROR if result.result.get("status") == "failed" else None)
@@ -109,13 +120,11 @@ class CallbackModule(Default):
 
     # --- hosts that are left under a sweep ---
     def _note(self, result: Any) -> None:
-        if result.task.action == "sweep_service":
-            host = result.host.get_name()
-            until = result.result.get("lease_until")
-            if until:
-                self._held[host] = float(until)
-            elif result.result.get("released"):
-                self._held.pop(host, None)
+        host = result.host.get_name()
+        if result.task.action in ("sweep_service", "sglang_measure") and result.result.get("lease_until"):
+            self._held[host] = float(result.result["lease_until"])
+        elif result.task.action == "sweep_service" and result.result.get("released"):
+            self._held.pop(host, None)
 
     def _warn_of_held(self) -> None:
         for host, until in sorted(self._held.items()):

@@ -195,6 +195,10 @@ class SweptService:
             "lease_until": claim.expires_at,
         }
 
+    def renew(self, token: str, lease_s: int) -> Claim:
+        """Start the lease's clock anew. Raises Taken when the claim is no longer this sweep's."""
+        return self._arm(self.mine(token), lease_s)
+
     def mine(self, token: str) -> Claim:
         """This sweep's claim. Raises Taken when it is gone or another's."""
         claim = self.claim()
@@ -205,7 +209,7 @@ class SweptService:
                 None,
             )
         if claim.token != token:
-            raise Taken(f"{self.unit.name} was taken over by {describe(claim)}", claim)
+            raise Taken(f"another sweep has taken {self.unit.name} over: {describe(claim)}", claim)
         return claim
 
     def wrong(self) -> list[str]:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from ansible.module_utils.arborist_sweep import SweptService, Taken
 from ansible.module_utils.arborist_tuning import another_invocation, need_tuning
+from ansible.module_utils.arborist_unit import UnitError
 from ansible.module_utils.basic import AnsibleModule
 
 try:
@@ -57,6 +59,16 @@ options:
         description: Tokens to generate for each prompt.
         type: int
         required: true
+  token:
+    description: >-
+      Names the sweep's controller process; from M(sweep_plan). With it, the lease is renewed before the
+      measurement begins.
+    type: str
+    default: ""
+  lease_seconds:
+    description: Seconds that the lease is renewed for.
+    type: int
+    default: 1800
   api_key:
     description: The service's API key, where it asks for one.
     type: str
@@ -77,11 +89,26 @@ measurement:
   description: The measurement, as C(tuning.models.Measurement) has it.
   type: dict
   returned: success
+lease_until:
+  description: When the renewed lease runs out, in seconds since the epoch by the host's clock.
+  type: float
+  returned: with a token
 failure:
   description: Classified reason with C(kind), C(summary), C(hint) and C(journal_tail).
   type: dict
   returned: failure
 """
+
+
+def renewed(module: AnsibleModule) -> dict[str, float]:
+    """Renew the sweep's lease, so that a start that took long leaves the whole lease to the measurement."""
+    service = SweptService(module.params["unit"], module.run_command)
+    try:
+        with service.locked():
+            claim = service.renew(module.params["token"], module.params["lease_seconds"])
+    except (UnitError, Taken) as error:
+        module.fail_json(msg=str(error), abort=True)
+    return {"lease_until": claim.expires_at}
 
 
 def main() -> None:
@@ -100,11 +127,14 @@ def main() -> None:
                     "max_tokens": {"type": "int", "required": True},
                 },
             },
+            "token": {"type": "str", "default": "", "no_log": False},
+            "lease_seconds": {"type": "int", "default": 1800},
             "api_key": {"type": "str", "no_log": True},
         },
         supports_check_mode=False,
     )
     need_tuning(module, TUNING_ERROR)
+    lease = renewed(module) if module.params["token"] else {}
     asked, wanted = module.params["workload"], module.params["invocation_id"]
     workload = Workload(
         prompts=[Prompt.model_validate(prompt) for prompt in asked["prompts"]],
@@ -120,12 +150,13 @@ def main() -> None:
             msg=str(error),
             failure=error.failure.model_dump(mode="json"),
             invocation_id=wanted,
+            **lease,
         )
         return
     failure = another_invocation(wanted, made.invocation_id)
     if failure is not None:
-        module.fail_json(msg=failure["summary"], failure=failure, invocation_id=wanted)
-    module.exit_json(changed=False, measurement=made.model_dump(mode="json"))
+        module.fail_json(msg=failure["summary"], failure=failure, invocation_id=wanted, **lease)
+    module.exit_json(changed=False, measurement=made.model_dump(mode="json"), **lease)
 
 
 if __name__ == "__main__":

@@ -188,8 +188,11 @@ def applied(service: SweptService, params: dict[str, Any], check: bool) -> dict[
 
 
 def restored(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
-    """Give the service back. Raises Taken when it is no longer this sweep's to give."""
-    if params["token"]:
+    """Give the service back. Raises Taken when another sweep has it.
+
+    A claim that is gone is none's: the lease ran out, or restore.yml was quicker.
+    """
+    if params["token"] and service.claim() is not None:
         service.mine(params["token"])
     found, leftovers = service.wrong(), service.leftovers()
     if found and not check:

@@ -199,9 +199,37 @@ def test_a_sweep_that_lost_its_claim_applies_nothing(host: Host) -> None:
     with pytest.raises(Taken, match=r"no longer holds svc.service: its lease ran out \(raise sweep"):
         host.apply("first")
     host.take("second")
-    with pytest.raises(Taken, match="was taken over by study s1"):
+    with pytest.raises(Taken, match=r"another sweep has taken svc\.service over: study s1"):
         host.apply("first")
     assert not host.service.dropin.exists()
+
+
+def test_the_lease_can_be_renewed_between_start_and_measurement(host: Host) -> None:
+    host.take()
+    host.apply()
+    host.systemctl.calls.clear()
+    before = host.service.claim()
+    after = host.service.renew("me", 3600)
+    assert before is not None
+    assert after.expires_at > before.expires_at + 3000
+    assert "OnActiveSec=3600s" in host.service.timer.read_text()
+    assert host.systemctl.done() == ["systemctl daemon-reload", "systemctl restart svc-sweep-lease.timer"]
+
+
+def test_giving_back_what_the_lease_gave_back_already_is_fine(host: Host) -> None:
+    host.take()
+    for path in (host.service.record, host.service.timer, host.service.service, host.service.script):
+        path.unlink()
+    host.lease = "inactive"
+    result = load("sweep_service").restored(host.service, {"token": "me"}, check=False)
+    assert (result["changed"], result["released"]) == (False, True)
+
+
+def test_another_sweeps_service_is_not_given_back(host: Host) -> None:
+    host.take("second")
+    with pytest.raises(Taken, match="another sweep has taken"):
+        load("sweep_service").restored(host.service, {"token": "first"}, check=False)
+    assert host.lease == "active"
 
 
 def test_restoring_removes_everything_and_restarts_the_deployed_command(host: Host) -> None:
