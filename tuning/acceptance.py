@@ -88,11 +88,11 @@ def from_journal(
         )
     if not decode:
         return None
-    steps = sum(interval * line.running for line in decode)
-    tokens = sum(
-        interval * line.running * (1.0 if line.accept_len is None else line.accept_len) for line in decode
-    )
-    return Acceptance(tokens=round(tokens), steps=steps, source="journal-decode")
+    windows = [(interval * line.running, line.accept_len) for line in decode]
+    steps = sum(count for count, _ in windows)
+    # Rounded line by line: below 100 request-steps two decimals still tell the whole number of tokens.
+    tokens = sum(round(count * (1.0 if mean is None else mean)) for count, mean in windows)
+    return Acceptance(tokens=tokens, steps=steps, source="journal-decode")
 
 
 def agreement(reference: Acceptance, other: Acceptance) -> float | None:

@@ -402,7 +402,12 @@ class _Run:
         coverage = by_journal.steps / responses.steps if by_journal is not None and responses.steps else None
         if self._unit is not None and by_journal is None:
             self._warnings.append("the journal has no line about the accept length in the measured window")
-        if agreed is not None and agreed > AGREEMENT and by_journal is not None:
+        if coverage is not None and coverage < 1 - AGREEMENT and speculating:
+            self._warnings.append(
+                f"the journal tells of {100 * coverage:.0f} % of the verify steps (it has only full windows "
+                "of --decode-log-interval steps): its accept length is a sample"
+            )
+        elif agreed is not None and agreed > AGREEMENT and by_journal is not None:
             self._warnings.append(
                 f"accept length by the journal is {by_journal.tau:.3f} over {by_journal.steps} steps, by the "
                 f"responses {responses.tau:.3f} over {responses.steps}: {100 * agreed:.1f} % apart"

@@ -18,7 +18,7 @@ def test_fact_survives_json() -> None:
 
 def test_facts_do_not_change() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        fact().status = "failed"  # type: ignore[misc]
+        fact().status = "failed"
 
 
 @pytest.mark.parametrize(
