@@ -39,12 +39,21 @@ def processes(tool: Tool, name: str) -> list[int]:
     return sorted(found)
 
 
-def kill(tool: Tool, name: str, command: str) -> None:
-    """SIGKILL the host's processes of that name, its supervisor's is `sh`."""
-    pids = [pid for pid in processes(tool, name) if Path(f"/proc/{pid}/comm").read_text().strip() == command]
+def pids_of(tool: Tool, name: str, command: str) -> list[int]:
+    """The host's processes of that name; its supervisor's is `sh`."""
+    found = []
+    for pid in processes(tool, name):
+        with suppress(OSError):  # it has ended
+            if Path(f"/proc/{pid}/comm").read_text().strip() == command:
+                found.append(pid)
+    return found
+
+
+def kill(tool: Tool, name: str, command: str, number: signal.Signals = signal.SIGKILL) -> None:
+    pids = pids_of(tool, name, command)
     assert pids
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 def namespaces(pid: int) -> set[str]:
@@ -191,14 +200,17 @@ def test_the_journal_outlives_a_reboot(tool: Tool, pair: list[str]) -> None:
 
 
 def test_a_command_from_outside_cannot_hold_up_a_reboot(tool: Tool, pair: list[str]) -> None:
-    words = tool.argv("exec", "n1", "sh", "-c", "echo; sleep 1000; exit 0")
-    with subprocess.Popen(words, env=tool.environment, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.read(1) == b"\n"
-        leader = tool.host("n1")["pid"]
-        tool.ok("exec", "n1", "systemctl", "reboot", "--force")
-        until(lambda: tool.host("n1")["pid"] not in (None, leader), "n1 did not boot again")
-        assert process.wait() != 0
+    """A host that shuts down stops all its processes for a moment; here one is stopped for longer."""
+    with subprocess.Popen(tool.argv("exec", "n1", "sleep", "1000"), env=tool.environment) as process:
+        try:
+            until(lambda: bool(pids_of(tool, "n1", "sleep")), "the command did not start")
+            leader = tool.host("n1")["pid"]
+            kill(tool, "n1", "sleep", signal.SIGSTOP)
+            tool.ok("exec", "n1", "systemctl", "reboot", "--force")
+            until(lambda: tool.host("n1")["pid"] not in (None, leader), "n1 did not boot again")
+            assert process.wait() != 0
+        finally:
+            process.kill()
     until(lambda: bool(tool.host("n1")["state"] == "running"), "n1 is not up again")
 
 
