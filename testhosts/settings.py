@@ -23,6 +23,7 @@ PACKAGES = (
     "dbus",
     "iproute2",
     "libgomp1",
+    "libnss-systemd",
     "libnuma1",
     "libpam-systemd",
     "openssh-server",
