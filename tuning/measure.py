@@ -306,7 +306,7 @@ class _Run:
         journal.sync()
         lines = [entry.message for entry in self._entries()]
         failure = failures.classify(lines, now if now.dead() else None)
-        again = "" if now.dead() else ", and systemd has started it again"
+        again = ", and systemd has started it again" if now.started_again(self._first or now) else ""
         return failure.model_copy(
             update={"summary": f"crashed during the measurement{again}: {failure.summary}"}
         )

@@ -183,7 +183,7 @@ class _Wait:
         """Classify by the journal of the start that was waited for, not of the one after it."""
         journal.sync()
         failure = failures.classify(self._lines(first.invocation_id), now if now.dead() else None)
-        if not now.same_start(first):
+        if now.started_again(first):
             failure = failure.model_copy(
                 update={"summary": f"{failure.summary} (systemd has started the unit again meanwhile)"}
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as csv_module
 import io
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,6 +153,41 @@ def best(study: Study | Sequence[TrialFact]) -> TrialFact | None:
     return max(groups[winner], key=lambda f: tok_s(f) or 0.0)
 
 
+def doubts(facts: Sequence[TrialFact]) -> list[str]:
+    """What in a study can't be right, or must be looked at before a row is promoted.
+
+    A larger tree holds every node of a smaller one with the same topk, so its accept length can't be
+    smaller; and greedy output doesn't depend on speculation, up to rounding where precision is low.
+    """
+    found = []
+    made = [row for row in rows(facts) if row.status == "ok"]
+    for row in made:
+        if row.same_as_ar is not None and row.same_as_ar[0] < row.same_as_ar[1]:
+            same, of = row.same_as_ar
+            found.append(
+                f"{row.label}: {of - same} of {of} prompts have another output than the autoregressive arm"
+            )
+    trees = [row for row in made if row.configuration.budget and row.accept_length is not None]
+    for small, large in itertools.permutations(trees, 2):
+        if _nests(small, large) and (large.accept_length or 0) < (small.accept_length or 0) * (1 - TIE):
+            found.append(
+                f"accept length falls from {small.accept_length:.2f} at {small.label} to "
+                f"{large.accept_length:.2f} at {large.label}: a larger tree can't accept less, measure again"
+            )
+    return found
+
+
+def _nests(small: Row, large: Row) -> bool:
+    """Whether the rows differ in the budget alone."""
+    a, b = small.configuration, large.configuration
+    return (
+        small.host == large.host
+        and a.topk == b.topk
+        and a.extra == b.extra
+        and (a.budget or 0) < (b.budget or 0)
+    )
+
+
 def _cells(row: Row) -> list[str]:
     same = f"{row.same_as_ar[0]}/{row.same_as_ar[1]}" if row.same_as_ar else ""
     status = row.status
@@ -174,13 +210,13 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _lines(study: Study) -> tuple[tuple[str, ...], list[tuple[Row, list[str]]], TrialFact | None, list[str]]:
-    """Columns, rows with their cells, the winner, and what could not be read."""
+    """Columns, rows with their cells, the winner, and what is doubtful or could not be read."""
     contents = study.read()
     made = rows(contents.facts)
     many = len({row.host for row in made}) > 1
     columns = ("host", *COLUMNS) if many else COLUMNS
     cells = [(row, [row.host, *_cells(row)] if many else _cells(row)) for row in made]
-    return columns, cells, best(contents.facts), contents.problems
+    return columns, cells, best(contents.facts), [*doubts(contents.facts), *contents.problems]
 
 
 def table(study: Study) -> Table:

@@ -62,6 +62,10 @@ class UnitState:
             and (self.main_pid == earlier.main_pid or earlier.main_pid == 0)
         )
 
+    def started_again(self, earlier: UnitState) -> bool:
+        """Whether systemd has started the unit anew since ``earlier``."""
+        return self.invocation_id != earlier.invocation_id or self.n_restarts > earlier.n_restarts
+
     def ended(self) -> str:
         """How it ended, in words."""
         how = {1: "exited with status", 2: "was killed by signal", 3: "dumped core on signal"}

@@ -160,19 +160,22 @@ def test_death_while_the_first_generation_hangs(host: Host, service: Service) ->
 
 
 @pytest.mark.parametrize(
-    "unit",
+    ("unit", "again"),
     [
-        {"InvocationID": "e" * 32, "MainPID": 5000, "NRestarts": 1},
-        {"ActiveState": "activating", "SubState": "auto-restart", "MainPID": 0},
-        {"MainPID": 5000},
+        ({"InvocationID": "e" * 32, "MainPID": 5000, "NRestarts": 1}, True),
+        ({"ActiveState": "activating", "SubState": "auto-restart", "MainPID": 0}, False),
+        ({"MainPID": 5000}, False),
+        (DEAD | {"MainPID": 0}, False),
     ],
 )
-def test_a_restart_ends_the_wait(host: Host, free_url: str, unit: dict[str, object]) -> None:
+def test_a_restart_ends_the_wait(host: Host, free_url: str, unit: dict[str, object], again: bool) -> None:
     thread = later(host, "torch.OutOfMemoryError: CUDA out of memory.", **unit)
     report = wait(free_url, timeout_s=60)
     thread.join()
     assert kind(report) == "out_of_memory"
     assert report.invocation_id == INVOCATION  # of the start that was waited for
+    assert report.failure is not None
+    assert ("systemd has started the unit again" in report.failure.summary) is again
 
 
 def test_already_dead(host: Host, free_url: str) -> None:

@@ -211,3 +211,34 @@ def test_write(tmp_path: Path) -> None:
     study = stored(tmp_path, [ok(AR, 60.0)])
     assert [path.name for path in report.write(study)] == ["report.md", "report.csv"]
     assert (study.path / "report.md").read_text() == report.markdown(study)
+
+
+def tau(configuration: Configuration, steps: int, host: str = "h1") -> TrialFact:
+    made = measurement(100.0, tokens=1000, steps=steps)
+    return fact(configuration, f"{configuration.id}-{host}", host=host, measurement=made)
+
+
+def test_an_accept_length_that_falls_with_the_budget_is_doubted() -> None:
+    facts = [tau(tree(8, 4), 250), tau(tree(16, 4), 400), tau(tree(24, 4), 251)]
+    (said,) = report.doubts(facts)[:1]
+    assert said.startswith("accept length falls from 4.00 at 8:4 to 2.50 at 16:4")
+    assert len(report.doubts(facts)) == 1  # 251 steps are within 1 %
+
+
+def test_accept_lengths_that_need_not_grow_are_not_doubted() -> None:
+    facts = [
+        tau(tree(8, 4), 250),
+        tau(tree(16, 8), 400),  # another topk
+        tau(tree(24, 4, **{"page-size": 1}), 400),  # another engine
+        tau(tree(32, 4), 400, host="h2"),  # another host
+        tau(CHAIN, 100),
+    ]
+    assert report.doubts(facts) == []
+
+
+def test_other_output_than_ar_is_doubted(tmp_path: Path) -> None:
+    odd = measurement(outputs={"p1": "out-p1", "p2": "else"})
+    study = stored(tmp_path, [ok(AR, 60.0), fact(tree(8, 4), "02", measurement=odd)])
+    said = "8:4: 1 of 2 prompts have another output than the autoregressive arm"
+    assert report.doubts(study.facts()) == [said]
+    assert f"- {said}" in report.markdown(study)
