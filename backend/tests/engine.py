@@ -21,11 +21,11 @@ MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
 PORTS = range(31020, 31100)
 BOOT_SECONDS = 240.0
 
-CPU_FLAGS = (
-    "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch "
-    "--disable-cuda-graph --grammar-backend none --max-total-tokens 8192 --max-running-requests 8 "
-    "--context-length 1024"
-).split()
+CPU_FLAGS = [
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--grammar-backend", "none"),
+    *("--max-total-tokens", "8192", "--max-running-requests", "8", "--context-length", "1024"),
+]
 DRAFT = ["--speculative-draft-model-path", str(MODELS / "draft")]
 CHAIN = ["--speculative-algorithm", "DFLASH", *DRAFT]
 

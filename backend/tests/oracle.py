@@ -1,4 +1,4 @@
-"""The draft tree of the paper, one node at a time with a heap: slow, plain, and what the builder must equal."""
+"""The draft tree of the paper, one node at a time with a heap: what the builder must equal."""
 
 from __future__ import annotations
 

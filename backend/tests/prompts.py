@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from types import ModuleType
-
 import bisect
 import calendar
 import configparser
@@ -12,11 +9,13 @@ import csv
 import difflib
 import fnmatch
 import heapq
+import inspect
 import queue
 import shlex
 import string
 import textwrap
 import zipfile
+from types import ModuleType
 
 _PIECES: list[tuple[ModuleType, int, int]] = [
     # module, first character, characters

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from sglang_ddtree.accept import accept, verify_mask
 from sglang_ddtree.tree import ancestor_mask, build_tree
 

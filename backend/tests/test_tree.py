@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 from oracle import HeapTree, heap_tree
-
 from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree, top_tokens, tree_size
 
 
-def random_log_probs(batch: int, depth: int, vocab: int, seed: int, levels: int | None = None) -> torch.Tensor:
+def random_log_probs(
+    batch: int, depth: int, vocab: int, seed: int, levels: int | None = None
+) -> torch.Tensor:
     """Normalised rows; with ``levels`` the logits take that many values only, so that ties abound."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, depth, vocab, generator=generator) * 3
@@ -62,7 +63,7 @@ def test_equals_heap(batch: int, depth: int, vocab: int, budget: int, cap: int, 
 
 
 def test_by_hand() -> None:
-    """Two depths, P = (.6, .3, .1) and (.7, .2, .1); products: .6 .42 .3 .21 .12 .1 .07 .06 .06 .03 .02 .01."""
+    """P = (.6, .3, .1) and (.7, .2, .1): nodes of .6 .42 .3 .21 .12 .1 .07 .06 .06 .03 .02 .01."""
     log_probs = torch.tensor([[[0.6, 0.3, 0.1], [0.7, 0.2, 0.1]]]).log()
     tree = build_tree(log_probs, 6, 3)
     assert tree.tokens.tolist() == [[0, 0, 1, 0, 1, 2]]

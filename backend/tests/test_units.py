@@ -6,7 +6,6 @@ import argparse
 import logging
 
 import pytest
-
 from sglang_ddtree import options
 from sglang_ddtree.clock import StageClock
 from sglang_ddtree.metrics import STAGES, StepMetrics
@@ -45,7 +44,10 @@ def test_flags_without_the_algorithm_are_refused(algorithm: list[str]) -> None:
         ({"SGLANG_DDTREE_TOPK_CAP": "-3"}, "--speculative-ddtree-topk-cap .* is -3"),
         ({"SGLANG_DDTREE_BUDGET": "many"}, "'many', expected a whole number"),
         ({"SGLANG_DDTREE_PLANT": "nomask"}, "for tests only"),
-        ({"SGLANG_DDTREE_PLANT": "other", "SGLANG_DDTREE_TEST": "1"}, "expected one of nomask, nomove, width"),
+        (
+            {"SGLANG_DDTREE_PLANT": "other", "SGLANG_DDTREE_TEST": "1"},
+            "expected one of nomask, nomove, width",
+        ),
     ],
 )
 def test_bad_options_are_refused(environ: dict[str, str], message: str) -> None:

@@ -53,7 +53,9 @@ def _version(name: str) -> str | None:
 def _register(report: dict[str, object]) -> str | None:
     """Load the plugins as a server does and look DDTREE up; the reason if it is not there."""
     if not report["entry_point"]:
-        return "sglang-ddtree: its entry point is not installed; expected one named ddtree in sglang.srt.plugins"
+        return (
+            "sglang-ddtree: its entry point is not installed; expected one named ddtree in sglang.srt.plugins"
+        )
     try:
         from sglang.srt.plugins import load_plugins
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -63,7 +65,7 @@ def _register(report: dict[str, object]) -> str | None:
         from sglang_ddtree.hooks import require_applied
 
         require_applied()
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it goes into the report
         return f"sglang-ddtree: DDTREE is not registered: {error!r}; see SGLANG_PLUGINS and the log"
     report["registered"] = True
     return None

@@ -1,8 +1,9 @@
 """Which nodes of a verified tree are committed, as tensors (torch only, no walk, nothing read back).
 
-The target answers every node with the token it would put after it. A node *matches* when its token is its parent's
-answer. Siblings differ in token, so at most one child of a node matches; the accepted nodes are those that match and
-whose ancestors all match, which is a path from the root. The answer at its last node is the next bonus token.
+The target answers every node with the token it would put after it. A node *matches* when its token is its
+parent's answer. Siblings differ in token, so at most one child of a node matches; the accepted nodes are
+those that match and whose ancestors all match, which is a path from the root. The answer at its last node is
+the next bonus token.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ class Acceptance:
     nodes: Tensor
     """int64 ``[batch, width]``: node at each depth of the path; beyond the path, column ``i`` holds ``i``."""
     tokens: Tensor
-    """int64 ``[batch, width]``: the target's answer at each node of the path, that is the committed tokens."""
+    """int64 ``[batch, width]``: the committed tokens, the target's answers along the path."""
     bonus: Tensor
     """int64 ``[batch]``: the last committed token, whose KV is not computed yet."""
 
 
 def accept(
-    tokens: Tensor, parents: Tensor, depths: Tensor, used: Tensor, ancestors: Tensor, answers: Tensor, width: int
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    used: Tensor,
+    ancestors: Tensor,
+    answers: Tensor,
+    width: int,
 ) -> Acceptance:
     """Find the committed path of each tree.
 
@@ -51,7 +58,8 @@ def accept(
     nodes = torch.arange(width + 1, device=tokens.device).repeat(tokens.shape[0], 1)
     index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     nodes.scatter_(1, torch.where(accepted, depths, width), index)
-    # Beyond the path a column may exceed the tree (width > nodes never happens, see the caller); clamping is free.
+    # Beyond the path a column may exceed the tree (width > nodes never happens, see the caller); clamping is
+    # free.
     nodes = nodes[:, :width].clamp(max=tokens.shape[1] - 1)
     committed = answers.gather(1, nodes)
     bonus = committed.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
@@ -61,16 +69,18 @@ def accept(
 def verify_mask(ancestors: Tensor, prefix_lens: Tensor, prefix_sum_bound: int) -> Tensor:
     """The flat attention mask SGLang's backends take for a tree verify.
 
-    Per request ``nodes`` rows of ``prefix + nodes`` columns, one request after the other: the whole prefix is seen,
-    and of the tree a node's ancestors and the node itself.
+    Per request ``nodes`` rows of ``prefix + nodes`` columns, one request after the other: the whole prefix is
+    seen, and of the tree a node's ancestors and the node itself.
 
     Args:
         ancestors: bool ``[batch, nodes, nodes]``.
         prefix_lens: int ``[batch]``, committed tokens.
-        prefix_sum_bound: at least the sum of ``prefix_lens``, known to the host, so that the size needs no copy.
+        prefix_sum_bound: at least the sum of ``prefix_lens``, known to the host, so that the size needs no
+            copy.
 
     Returns:
-        bool ``[nodes * (prefix_sum_bound + batch * nodes)]``; what lies beyond the last request is True and unused.
+        bool ``[nodes * (prefix_sum_bound + batch * nodes)]``; what lies beyond the last request is True and
+        unused.
     """
     batch, nodes, _ = ancestors.shape
     mask = torch.ones(nodes * (prefix_sum_bound + batch * nodes), dtype=torch.bool, device=ancestors.device)

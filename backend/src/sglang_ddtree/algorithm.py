@@ -1,4 +1,4 @@
-"""DDTREE as a speculative algorithm of SGLang: its registration and the resolution of its server arguments."""
+"""DDTREE as a speculative algorithm of SGLang: its registration and its server arguments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NAME = "DDTREE"
 TARGET_BACKENDS = ("triton", "torch_native")
 
 
-class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
+class DDTreeAlgorithm(CustomSpecAlgo):
     """A member of the DFLASH family whose target verifies a tree instead of the draft's block.
 
-    Three widths are told apart: the target verifies ``budget + 1`` tokens, the draft runs its block, and KV is
-    reserved for the larger of the two, which is what SGLang calls ``speculative_num_draft_tokens``.
+    Three widths are told apart: the target verifies ``budget + 1`` tokens, the draft runs its block, and KV
+    is reserved for the larger of the two, which is what SGLang calls ``speculative_num_draft_tokens``.
     """
 
     def is_dflash(self) -> bool:
@@ -62,7 +62,8 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
         """Tokens per request of a verify forward: the block for the draft, ``budget + 1`` for the target.
 
-        ``num_draft_tokens``, the reservation, is neither; falling back to it is how a verify goes wrong silently.
+        ``num_draft_tokens``, the reservation, is neither; falling back to it is how a verify goes wrong
+        silently.
         """
         from sglang.srt.runtime_context import get_spec as spec_config
 
@@ -80,7 +81,7 @@ def register() -> None:
     if get_spec(NAME) is not None:
         return
 
-    @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=DDTreeAlgorithm)  # type: ignore[untyped-decorator]
+    @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=DDTreeAlgorithm)
     def factory(server_args: Any) -> type:
         from sglang_ddtree.worker import DDTreeWorker
 
@@ -187,8 +188,8 @@ def _block_size(args: Any) -> int:
         block, source = int(found), "the draft's configuration"
     if block < 2:
         raise ValueError(
-            f"DDTREE found a draft block of {block} in {source}: expected at least 2, the bonus token and one "
-            "drafted position; change --speculative-dflash-block-size"
+            f"DDTREE found a draft block of {block} in {source}: expected at least 2, the bonus token and "
+            "one drafted position; change --speculative-dflash-block-size"
         )
     return block
 

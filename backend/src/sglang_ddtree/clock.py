@@ -15,8 +15,8 @@ SAMPLE_EVERY = 16
 class StageClock:
     """Splits a step into consecutive stages.
 
-    On a CPU the host's clock is right because work is done when a call returns. On an accelerator events are recorded
-    and read some steps later, when they have long passed.
+    On a CPU the host's clock is right because work is done when a call returns. On an accelerator events are
+    recorded and read some steps later, when they have long passed.
     """
 
     def __init__(self, device: str, stages: tuple[str, ...]) -> None:

@@ -31,8 +31,8 @@ def require_applied() -> None:
     missing = [target for target in _registered if target not in HookRegistry._patched]
     if missing:
         raise ValueError(
-            f"sglang-ddtree: SGLang did not apply the hooks on {', '.join(missing)} (see 'Failed to apply hooks' "
-            "in the log): expected all of them; this SGLang is not one this package was tested with"
+            f"sglang-ddtree: SGLang did not apply the hooks on {', '.join(missing)} (see 'Failed to apply "
+            "hooks' in the log): expected all of them; this SGLang is not one this package was tested with"
         )
 
 
@@ -43,7 +43,9 @@ def register() -> None:
     add("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args, HookType.AROUND)
     add("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args, HookType.AROUND)
     add("sglang.srt.managers.scheduler.validate_dflash_request", _validate_request, HookType.AROUND)
-    processor = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    processor = (
+        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    )
     add(f"{processor}._resolve_spec_v2_tokens", _count_step, HookType.AROUND)
     streamer = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     add(f"{streamer}.stream_output", _flush_when_done, HookType.BEFORE)
@@ -121,8 +123,8 @@ def _flush_when_idle(*_: Any) -> None:
 def _row_headroom(original: Callable[..., int]) -> int:
     """Room beyond the context in a row of the token table.
 
-    A decode step reserves twice its width past the committed tokens; the stock headroom holds one width, and a
-    request near the end of its context would write into its neighbour's row.
+    A decode step reserves twice its width past the committed tokens; the stock headroom holds one width, and
+    a request near the end of its context would write into its neighbour's row.
     """
     headroom = original()
     if _ddtree_runs():

@@ -1,7 +1,7 @@
 """Counts of what was accepted, and the journal line that tells of them.
 
-Only the requests of a step that were still running count: the scheduler runs ahead of its own results, and what it
-throws away was never committed. So the sums over all lines equal the sums over all responses.
+Only the requests of a step that were still running count: the scheduler runs ahead of its own results, and
+what it throws away was never committed. So the sums over all lines equal the sums over all responses.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 BUDGET_FLAG = "--speculative-ddtree-budget"
 TOPK_CAP_FLAG = "--speculative-ddtree-topk-cap"
-#: SGLang's record of arguments has no room for a plugin's, and its processes are started with that record alone.
+#: SGLang's record of arguments has no room for a plugin's, and its processes are started with that
+#: record alone.
 BUDGET_ENV = "SGLANG_DDTREE_BUDGET"
 TOPK_CAP_ENV = "SGLANG_DDTREE_TOPK_CAP"
 PLANT_ENV = "SGLANG_DDTREE_PLANT"
@@ -47,15 +48,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=None,
         metavar="N",
-        help=f"DDTREE only. Nodes of the draft tree besides its root; the target verifies N+1 tokens per request "
-        f"and step. Default {DEFAULT_BUDGET}.",
+        help=f"DDTREE only. Nodes of the draft tree besides its root; the target verifies N+1 tokens per "
+        f"request and step. Default {DEFAULT_BUDGET}.",
     )
     group.add_argument(
         TOPK_CAP_FLAG,
         type=int,
         default=None,
         metavar="N",
-        help=f"DDTREE only. Most likely tokens tried at a depth of the draft tree. Default {DEFAULT_TOPK_CAP}.",
+        help=f"DDTREE only. Most likely tokens tried at a depth of the tree. Default {DEFAULT_TOPK_CAP}.",
     )
 
 

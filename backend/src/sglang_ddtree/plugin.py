@@ -1,7 +1,7 @@
 """Entry point of the plugin: SGLang calls :func:`activate` in every process of a server.
 
-SGLang only logs an exception raised here and carries on without the plugin. A server that was asked for DDTREE must
-not come up as something else, so for such a server a failure ends the process instead.
+SGLang only logs an exception raised here and carries on without the plugin. A server that was asked for
+DDTREE must not come up as something else, so for such a server a failure ends the process instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One token per tree node from the target's own distribution, filtered as the request asks.
 
-Walking the tree along tokens drawn this way needs no rejection step: wherever the walk ends, every committed token
-was drawn from the target's distribution after exactly the tokens before it.
+Walking the tree along tokens drawn this way needs no rejection step: wherever the walk ends, every committed
+token was drawn from the target's distribution after exactly the tokens before it.
 """
 
 from __future__ import annotations

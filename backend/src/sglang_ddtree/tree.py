@@ -1,16 +1,17 @@
 """Draft trees from per-depth marginals, built on the device for a whole batch at once.
 
-Imports torch only, so that the server, the offline replay and anybody who wants to check them share one definition.
+Imports torch only, so that the server, the offline replay and anybody who wants to check them share one
+definition.
 
-A draft block gives, for each of ``depth`` future positions, an independent distribution over the vocabulary. A node
-is a path of ranks ``(r1, .., rd)``: at depth ``i`` it takes the ``ri``-th most likely token. Its score is the sum of
-the log-probabilities along the path. The tree of budget B holds the B best-scoring nodes (Ringel and Romano,
-arXiv 2604.12989, section 3); ties go to the smaller ``(depth, rank path)``.
+A draft block gives, for each of ``depth`` future positions, an independent distribution over the vocabulary.
+A node is a path of ranks ``(r1, .., rd)``: at depth ``i`` it takes the ``ri``-th most likely token. Its score
+is the sum of the log-probabilities along the path. The tree of budget B holds the B best-scoring nodes
+(Ringel and Romano, arXiv 2604.12989, section 3); ties go to the smaller ``(depth, rank path)``.
 
-No heap is needed. A score never grows along a path, so a node's ancestors come before it in that order and the best B
-nodes are closed under taking parents. They are found level by level: of each level only the best B can matter, and of
-the union of all levels the best B are the tree. How many nodes each level keeps depends on the shapes alone, so
-nothing is read back from the device.
+No heap is needed. A score never grows along a path, so a node's ancestors come before it in that order and
+the best B nodes are closed under taking parents. They are found level by level: of each level only the best B
+can matter, and of the union of all levels the best B are the tree. How many nodes each level keeps depends on
+the shapes alone, so nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = [
     "tree_size",
 ]
 
-#: Candidates of a level are pruned before they are scored once there are this many times more than can matter.
+#: Candidates of a level are pruned before they are scored once there are this many times more than
+#: can matter.
 _PRUNE_FACTOR = 4
 
 
@@ -38,8 +40,9 @@ _PRUNE_FACTOR = 4
 class DraftTree:
     """A batch of draft trees in pop order (best first), without the root.
 
-    All tensors but ``count`` have shape ``[batch, budget]``; ``count`` has shape ``[batch]``. A tree smaller than the
-    budget (few ranks and few depths) is padded at the end: token, parent and depth 0, rank -1, log-probability -inf.
+    All tensors but ``count`` have shape ``[batch, budget]``; ``count`` has shape ``[batch]``. A tree smaller
+    than the budget (few ranks and few depths) is padded at the end: token, parent and depth 0, rank -1,
+    log-probability -inf.
     """
 
     tokens: Tensor
@@ -70,8 +73,8 @@ def tree_size(depth: int, ranks: int, budget: int) -> int:
 def top_tokens(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest of the last axis, largest first, equal ones by the smaller index.
 
-    ``torch.topk`` leaves the order of equal values open, and it does change with ``k``; trees would then not nest.
-    Here value and index are folded into one 64-bit integer each, so that all keys differ.
+    ``torch.topk`` leaves the order of equal values open, and it does change with ``k``; trees would then not
+    nest. Here value and index are folded into one 64-bit integer each, so that all keys differ.
 
     Args:
         scores: ``[..., vocab]`` floating point of at most 32 bits, without NaN.
@@ -97,14 +100,15 @@ def build_tree(log_probs: Tensor, budget: int, topk_cap: int) -> DraftTree:
     Args:
         log_probs: ``[batch, depth, vocab]``, normalised over the full vocabulary, without NaN.
         budget: nodes besides the root, at least 1.
-        topk_cap: ranks tried at a depth, at least 1; the smaller of this, the budget and the vocabulary is used.
+        topk_cap: ranks tried at a depth, at least 1; the smaller of this, the budget and the vocabulary is
+            used.
 
     Raises:
         ValueError: wrong shape, or a budget or cap below 1.
     """
     if log_probs.ndim != 3 or 0 in log_probs.shape[1:]:
         raise ValueError(
-            f"log_probs has shape {tuple(log_probs.shape)}, expected [batch, depth, vocab] with depth and vocab >= 1"
+            f"log_probs has shape {tuple(log_probs.shape)}, expected [batch, depth, vocab], none of them 0"
         )
     if topk_cap < 1:
         raise ValueError(f"topk_cap is {topk_cap}, expected at least 1")
@@ -124,7 +128,8 @@ def build_tree_from_topk(log_probs: Tensor, tokens: Tensor, budget: int) -> Draf
         raise ValueError(f"budget is {budget}, expected at least 1")
     batch, depth, ranks = log_probs.shape
     ranks = min(ranks, budget)
-    # Sums in double precision: in single precision paths of nearly equal score would swap places between devices.
+    # Sums in double precision: in single precision paths of nearly equal score would swap places between
+    # devices.
     gains = log_probs[..., :ranks].to(torch.float64)
     device = gains.device
 
@@ -179,7 +184,8 @@ def ancestor_mask(parents: Tensor, max_depth: int | None = None) -> Tensor:
         max_depth: of any node, where the caller knows it; it saves passes.
 
     Returns:
-        bool ``[batch, budget + 1, budget + 1]``: row ``i`` is True at the ancestors of node ``i`` (root is node 0).
+        bool ``[batch, budget + 1, budget + 1]``: row ``i`` is True at the ancestors of node ``i`` (root is
+        node 0).
     """
     batch, budget = parents.shape
     nodes = budget + 1
@@ -220,8 +226,9 @@ def _expand(scores: Tensor, gains: Tensor, budget: int) -> tuple[Tensor, Tensor,
         children = (scores.unsqueeze(2) + gains.unsqueeze(1)).reshape(batch, -1)
         parent, rank = _full_children(width, ranks, scores.device)
         return parent.expand(batch, -1), rank.expand(batch, -1), children
-    # Rank r under the p-th best parent is beaten by all ranks up to r under all parents up to p: it can only be
-    # among the best B if p * (r + 1) <= B (counting p from 1). That leaves about B ln B children instead of B * K.
+    # Rank r under the p-th best parent is beaten by all ranks up to r under all parents up to p: it can only
+    # be among the best B if p * (r + 1) <= B (counting p from 1). That leaves about B ln B children instead
+    # of B * K.
     by_score = scores.sort(dim=1, descending=True, stable=True).indices
     place = torch.empty_like(by_score).scatter_(
         1, by_score, torch.arange(1, width + 1, device=scores.device).expand(batch, width)

@@ -1,7 +1,8 @@
-"""The DDTREE worker: drafts a block, builds a tree of it, verifies the tree in one target pass, commits a path.
+"""The DDTREE worker: drafts a block, builds a tree of it, verifies the tree in one target pass, commits a
+path.
 
-Everything between the draft's hidden states and the committed path stays on the device; no step waits for a result
-to reach the host, so that the scheduler can prepare the next batch meanwhile (overlap scheduling).
+Everything between the draft's hidden states and the committed path stays on the device; no step waits for a
+result to reach the host, so that the scheduler can prepare the next batch meanwhile (overlap scheduling).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def current_metrics() -> StepMetrics | None:
     return _metrics
 
 
-class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
+class DDTreeWorker(DFlashWorkerV2):
     """DFLASH's worker with a tree between draft and verify. Prefill is DFLASH's own."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -88,7 +89,9 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
                 self._window,
             )
             if self.options.plant is not None:
-                logger.warning("DDTREE: PLANTED FAULT %s, the output of this server is wrong", self.options.plant)
+                logger.warning(
+                    "DDTREE: PLANTED FAULT %s, the output of this server is wrong", self.options.plant
+                )
 
     def _draft_widths(self) -> AbstractContextManager[Any]:
         """Have the draft sized by its block: the configured width is the reservation of both models."""
@@ -99,8 +102,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         config = self.model_runner.model_config
         if mambaish_config(config) is not None:
             raise ValueError(
-                "DDTREE verifies trees, and found a target with recurrent (Mamba-like) layers: expected attention "
-                "layers only; use --speculative-algorithm DFLASH for this model"
+                "DDTREE verifies trees, and found a target with recurrent (Mamba-like) layers: expected "
+                "attention layers only; use --speculative-algorithm DFLASH for this model"
             )
         if self.options.width >= config.context_len:
             raise ValueError(context_message(self.options, config.context_len))
@@ -112,8 +115,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         for kind, found in kinds.items():
             if found:
                 raise ValueError(
-                    f"DDTREE needs independent distributions per drafted position, and found a draft with a {kind} "
-                    "head: expected a plain DFlash draft; change --speculative-draft-model-path"
+                    f"DDTREE needs independent distributions per drafted position, and found a draft with a "
+                    f"{kind} head: expected a plain DFlash draft; change --speculative-draft-model-path"
                 )
 
     def init_attention_backends(self) -> None:
@@ -180,9 +183,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         target = self._verify(batch, host_lens, plan, locations, nodes, ancestors)
         answers = self._answers(batch, target.logits_output, nodes)
         self._clock.mark()
-        path = accept(
-            nodes.tokens, nodes.parents, nodes.depths, nodes.used, ancestors, answers, self.stride
-        )
+        path = accept(nodes.tokens, nodes.parents, nodes.depths, nodes.used, ancestors, answers, self.stride)
         result = self._commit(batch, target, plan, path, answers, on_publish)
         for seconds in self._clock.finished():
             self.ddtree_metrics.time(**seconds)
@@ -192,8 +193,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         """One pass of the draft over ``[bonus, mask, ..]``.
 
         Returns:
-            the best tokens of each drafted position, best first: log-probabilities float32 and ids int64, both
-            ``[batch, block - 1, ranks]``.
+            the best tokens of each drafted position, best first: log-probabilities float32 and ids int64,
+            both ``[batch, block - 1, ranks]``.
         """
         prefix_lens, block = batch.seq_lens, self._block
         size = len(prefix_lens)
@@ -241,7 +242,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
     def _best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Best tokens per position through the target's head, log-probabilities over the whole vocabulary.
 
-        With tensor parallelism each rank holds a part of the vocabulary: top-k and log-sum-exp per part are gathered.
+        With tensor parallelism each rank holds a part of the vocabulary: top-k and log-sum-exp per part are
+        gathered.
         """
         head = unwrap_lora_layer(self.model_runner.model.lm_head)
         shard = getattr(head, "shard_indices", None)
@@ -328,8 +330,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, answers.flatten(), accept_index=rows)
         if self.options.plant != "nomove":
-            # Nodes come after their ancestors, so a path moves to the front of its window. The root is there already;
-            # beyond the path source and destination are the same slot.
+            # Nodes come after their ancestors, so a path moves to the front of its window. The root is there
+            # already; beyond the path source and destination are the same slot.
             slots = batch.out_cache_loc.view(size, width)
             self.model_runner.token_to_kv_pool.move_kv_cache(
                 slots[:, 1 : self.stride].flatten(), batch.out_cache_loc[rows[:, 1:].flatten()]
@@ -352,7 +354,9 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
             next_token_ids=path.tokens.flatten(),
             accept_lens=path.lengths,
             can_run_cuda_graph=target.can_run_cuda_graph,
-            next_draft_input=self._make_next_draft_input_decode(bonus_tokens=path.bonus, new_seq_lens=new_lens),
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=path.bonus, new_seq_lens=new_lens
+            ),
             speculative_num_draft_tokens=width,
             speculative_output_stride=self.stride,
             new_seq_lens=new_lens,

@@ -1,7 +1,8 @@
 """Target verify for SGLang's ``torch_native`` attention backend, which knows prefill and decode only.
 
-It follows the announced width as the GPU backends do: request ``b`` owns the rows ``[b * width, (b + 1) * width)`` and
-its part of the mask has ``prefix + width`` columns. Announced wrongly, it goes as wrong as they do.
+It follows the announced width as the GPU backends do: request ``b`` owns the rows ``[b * width, (b + 1) *
+width)`` and its part of the mask has ``prefix + width`` columns. Announced wrongly, it goes as wrong as they
+do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A faster start of the CPU engine: a demonstration restarts it for every configuration.
 
-Measured on two cores: most of a start is importing, done three times over; then SGLang imports all of its 250 model
-files to find one class, and sleeps a second before it looks whether it is up.
+Measured on two cores: most of a start is importing, done three times over; then SGLang imports all of its 250
+model files to find one class, and sleeps a second before it looks whether it is up.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ DISABLED_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
 def after_environment(result: Any, server_args: Any) -> None:
     """Prepare for the start of SGLang's processes. Hook after its own preparation.
 
-    They are forked instead of spawned, and so inherit the imports. SGLang spawns because CUDA does not survive a
-    fork; on a CPU engine there is none. The garbage collector, paused at interpreter start, runs again.
+    They are forked instead of spawned, and so inherit the imports. SGLang spawns because CUDA does not
+    survive a fork; on a CPU engine there is none. The garbage collector, paused at interpreter start, runs
+    again.
     """
     multiprocessing.set_start_method("fork", force=True)
     if DISABLED_MODELS not in os.environ:
@@ -37,9 +38,10 @@ def after_environment(result: Any, server_args: Any) -> None:
 
 
 def unused_models(architectures: Iterable[str]) -> list[str]:
-    """Names of SGLang's model files that define none of the architectures; empty when one is defined nowhere."""
+    """SGLang's model files that define none of the architectures; empty when one is defined nowhere."""
     spec = find_spec("sglang.srt.models")
-    assert spec is not None and spec.submodule_search_locations is not None
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
     sources = {
         path.stem: path.read_text(errors="replace")
         for directory in spec.submodule_search_locations
@@ -48,7 +50,9 @@ def unused_models(architectures: Iterable[str]) -> list[str]:
     }
     used: set[str] = set()
     for name in architectures:
-        defining = {stem for stem, text in sources.items() if re.search(rf"^class {re.escape(name)}\b", text, re.M)}
+        defining = {
+            stem for stem, text in sources.items() if re.search(rf"^class {re.escape(name)}\b", text, re.M)
+        }
         if not defining:
             return []
         used |= defining

@@ -1,7 +1,8 @@
-"""Loaded at interpreter start by ``sglang_ddtree_cpu.pth`` on a CPU engine. Light: it only watches for three imports.
+"""Loaded at interpreter start by ``sglang_ddtree_cpu.pth`` on a CPU engine. Light: it only watches for three
+imports.
 
-In a process that starts a server it also holds what only costs time there: the garbage collector, which finds nothing
-to free while a server imports (``boot.after_environment`` starts it again), and ``torch.compile``.
+In a process that starts a server it also holds what only costs time there: the garbage collector, which finds
+nothing to free while a server imports (``boot.after_environment`` starts it again), and ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _libraries: list[Any] = []
 
 
 class Finder(MetaPathFinder):
-    """Stands in for ``sgl_kernel`` where the real one is absent, and follows the imports of torch and torchvision."""
+    """Stands in for an absent ``sgl_kernel``, and follows the imports of torch and torchvision."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -41,7 +42,8 @@ class Finder(MetaPathFinder):
 class _WithoutCompile(Loader):
     """Loads torch and makes ``torch.compile`` return functions as they are.
 
-    SGLang decorates many that a CPU engine never calls, and the first decoration alone imports the whole compiler.
+    SGLang decorates many that a CPU engine never calls, and the first decoration alone imports the whole
+    compiler.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -62,8 +64,8 @@ class _WithoutCompile(Loader):
 def _declare_vision_operators() -> None:
     """Declare the operators torchvision's Python half registers fakes for.
 
-    torchvision's compiled half does not load beside a CPU build of torch when it was built for CUDA, and its import
-    then fails for want of these two.
+    torchvision's compiled half does not load beside a CPU build of torch when it was built for CUDA, and its
+    import then fails for want of these two.
     """
     import torch
 

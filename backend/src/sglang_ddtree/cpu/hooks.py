@@ -1,8 +1,7 @@
-"""Hooks that let the DFLASH family run on SGLang's CPU engine. All of them keep the accelerators' behaviour."""
+"""Hooks that let the DFLASH family run on SGLang's CPU engine."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,9 @@ def activate() -> None:
     add(f"{native}.forward_extend", attention.forward_extend, HookType.AROUND)
     add("sglang.srt.entrypoints.engine._set_envs_and_config", boot.after_environment, HookType.AFTER)
     add(
-        "sglang.srt.entrypoints.http_server._execute_server_warmup", boot.warm_up_without_delay, HookType.AROUND
+        "sglang.srt.entrypoints.http_server._execute_server_warmup",
+        boot.warm_up_without_delay,
+        HookType.AROUND,
     )
     add(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
@@ -34,9 +35,7 @@ def activate() -> None:
         HookType.AROUND,
     )
     # Streams of a CPU are one; torch has no kernel for this method there.
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        _interpret_bf16()
+    torch.Tensor.record_stream = lambda self, stream: None
 
 
 class _CpuAllowed:
@@ -92,24 +91,3 @@ def _no_fused_rope(original: Callable[..., None], layer: Any, *args: Any, **argu
     """Keep bfloat16 drafts on the torch path instead of a Triton kernel."""
     original(layer, *args, **arguments)
     layer.use_table_qk_norm_rope = False
-
-
-def _interpret_bf16() -> None:
-    """Triton's interpreter multiplies the bit patterns of bfloat16 matrices as integers; widen them first."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    original = interpreter.InterpreterBuilder.create_dot
-
-    def widen(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(builder: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        if tl.bfloat16 in (a.dtype.scalar, b.dtype.scalar):
-            a, b = widen(a), widen(b)
-        return original(builder, a, b, d, *rest)
-
-    interpreter.InterpreterBuilder.create_dot = create_dot

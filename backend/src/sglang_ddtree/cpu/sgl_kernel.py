@@ -1,7 +1,8 @@
-"""Stand-in for ``sgl_kernel`` on a CPU: the kernels SGLang's CPU engine calls for DFLASH and DDTREE, in torch.
+"""Stand-in for ``sgl_kernel`` on a CPU: the kernels SGLang's CPU engine calls for DFLASH and DDTREE, in
+torch.
 
-The released wheel of ``sglang-kernel`` holds CUDA code only and cannot load here. Any other name can be imported, as
-SGLang imports many it never calls, and refuses to run.
+The released wheel of ``sglang-kernel`` holds CUDA code only and cannot load here. Any other name can be
+imported, as SGLang imports many it never calls, and refuses to run.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on the CPU engine (sglang_ddtree.cpu.sgl_kernel)")
+        raise NotImplementedError(
+            f"sgl_kernel.{name} has no stand-in on the CPU engine (sglang_ddtree.cpu.sgl_kernel)"
+        )
 
     refuse.__name__ = name
     return refuse
