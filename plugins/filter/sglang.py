@@ -287,6 +287,18 @@ def sglang_prunable(
     return sorted(set(others) - set(newest[: count - 1]))
 
 
+def sglang_last_words(result: Mapping[str, Any], lines: int = 4) -> str:
+    """The end of what a failed command said, for a message; Ansible's own message where it said nothing.
+
+    pip lists every hash that it would have accepted, which can be thousands: these lines are left out.
+    """
+    said = str(result.get("stderr") or "") or str(result.get("stdout") or "")
+    kept = [line.rstrip() for line in said.splitlines() if line.strip()]
+    kept = [line for line in kept if not re.match(r"\s*Expected +(or|sha256) [0-9a-f]{64}", line)]
+    ends = [line if len(line) <= 400 else line[:399] + "…" for line in kept[-lines:]]
+    return "\n  ".join(ends) or str(result.get("msg", "no message"))
+
+
 def known_variables(roles: Path) -> set[str]:
     """Every variable that an argument spec of a role in the folder ``roles`` names."""
     known: set[str] = set()
@@ -355,6 +367,7 @@ class FilterModule:
             "sglang_effective_configuration": sglang_effective_configuration,
             "sglang_fact": sglang_fact,
             "sglang_gate": sglang_gate,
+            "sglang_last_words": sglang_last_words,
             "sglang_prunable": sglang_prunable,
             "systemd_environment": systemd_environment,
             "systemd_exec": systemd_exec,

@@ -10,7 +10,7 @@ import pwd
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,6 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-problems:
-  description: Each problem with C(check), C(found), C(expected) and C(change).
-  type: list
-  elements: dict
-  returned: always
 python:
   description: The interpreter's C(path) and C(version), the latter as C(major.minor).
   type: dict
@@ -112,7 +107,7 @@ gpus:
   description: What C(nvidia-smi) lists, a line for each device.
   type: list
   elements: str
-  returned: always
+  returned: success
 """
 
 PYTHONS = ((3, 11), (3, 13))
@@ -559,11 +554,10 @@ def main() -> None:
     try:
         result = inspect(module.params, module.run_command)
     except UnitError as error:
-        module.fail_json(msg=str(error), problems=[])
+        module.fail_json(msg=str(error))
     problems: list[Problem] = result.pop("problems")
-    result["problems"] = [asdict(problem) for problem in problems]
     if problems:
-        module.fail_json(msg=message(problems), **result)
+        module.fail_json(msg=message(problems))
     module.exit_json(changed=False, **result)
 
 

@@ -333,6 +333,15 @@ def test_devices_are_ranks_of_both_kinds() -> None:
     assert filters.sglang_devices({"tensor-parallel-size": "4", "pp-size": 2, "dp-size": 4}) == 8
 
 
+def test_the_last_words_of_a_failed_command() -> None:
+    hashes = f"      Expected sha256 {'a' * 64}\n      Expected     or {'b' * 64}\n"
+    said = f"ERROR: MISMATCH\n\n  x==1:\n{hashes}   Got  c\n"
+    assert filters.sglang_last_words({"stderr": said}) == "ERROR: MISMATCH\n    x==1:\n     Got  c"
+    assert filters.sglang_last_words({"stderr": "", "stdout": "a\nb\nc"}, 2) == "b\n  c"
+    assert filters.sglang_last_words({"msg": "no such file"}) == "no such file"
+    assert filters.sglang_last_words({"stderr": "x" * 500}) == "x" * 399 + "…"
+
+
 # --- the gate ---
 def gate(names: list[str], **overrides: Any) -> list[str]:
     given: dict[str, Any] = {"roles": str(ROOT / "roles"), "hosts": ["h1"], "ansible_version": "2.19.14"}
