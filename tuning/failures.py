@@ -194,9 +194,7 @@ def _cause(lines: Sequence[str]) -> Failure | None:
         found = [n for n, line in enumerate(lines) if rule.pattern.search(line) and not _NOISE.search(line)]
         if not found:
             continue
-        # The last line that isn't a traceback's code: of chained exceptions the one that ended it.
-        said = [n for n in found if not lines[n].lstrip().startswith(("raise ", "assert ", 'File "'))]
-        number = (said or found)[-1]
+        number = found[-1]  # of chained exceptions the one that ended it
         kind, hint = rule.kind, rule.hint
         if kind == "model_missing" and _loading_draft(lines, number):
             kind, hint = "draft_missing", hint.replace("sglang_model_path", "sglang_draft_model_path")

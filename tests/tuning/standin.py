@@ -61,6 +61,7 @@ class Service:
         self.most_in_flight = 0
         self.on_done: Callable[[list[int]], None] = lambda commits: None
         self.on_request: Callable[[int], None] = lambda number: None
+        self.on_plain: Callable[[], None] = lambda: None
         self.url = ""
         self._streams = 0
         self._ended: asyncio.Event | None = None
@@ -129,6 +130,7 @@ class Service:
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if not body.get("stream"):
+            self.on_plain()
             if self.generate != 200:
                 return web.Response(status=self.generate, text="no")
             return web.json_response(chunk([7], {"type": "length"}))

@@ -131,6 +131,18 @@ def test_listeners(family: socket.AddressFamily, address: str) -> None:
         assert list(listeners(port)) == [os.getpid()]
 
 
+def test_a_connection_is_no_listener() -> None:
+    with socket.socket() as one, socket.socket() as client:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        address = one.getsockname()
+        client.connect(address)
+        accepted, _ = one.accept()
+        one.close()
+        with accepted:  # has the port as its own, and doesn't listen
+            assert listeners(address[1]) == {}
+
+
 def test_listener_of_an_unseen_process(tmp_path: Path) -> None:
     (tmp_path / "net").mkdir()
     row = "   0: 0100007F:7530 00000000:0000 0A 00000000:00000000 00:00000000 00000000  0  0 4711 1 0"
