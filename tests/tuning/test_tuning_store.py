@@ -44,7 +44,8 @@ def test_append_syncs_the_line_and_the_folders(study: Study, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", spy)
     study.append(fact())
     assert str(study.trials) in synced
-    assert str(study.path) in synced  # the file's name
+    order = {name: place for place, name in enumerate(synced)}
+    assert order[str(study.path)] > order[str(study.trials)]  # the new file's name
     assert str(study.path / "facts" / "h1") in synced
     assert any(name.startswith(str(study.path / "facts" / "h1" / ".")) for name in synced)
     assert any(S_ISDIR(Path(name).stat().st_mode) for name in synced if Path(name).exists())
