@@ -327,7 +327,7 @@ def _wait(host: Host, timeout: float = 180.0) -> None:
             raise Problem(f"{host.name} died while booting: {_tail(host)}")
         if time.monotonic() > deadline:
             raise Problem(f"{host.name} is still '{state}' after {timeout:.0f} s: {_tail(host)}")
-        time.sleep(0.03)
+        time.sleep(0.05)
 
 
 def down(hosts: Sequence[Host], settings: Settings, *, keep: bool) -> None:
