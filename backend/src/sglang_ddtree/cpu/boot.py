@@ -6,6 +6,7 @@ model files to find one class, and sleeps a second before it looks whether it is
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import json
@@ -23,12 +24,12 @@ from typing import Any
 DISABLED_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
 
 
-def sleep_when_idle(server_args: Any, *args: Any) -> None:
+def sleep_when_idle(cls: type, args: argparse.Namespace) -> None:
     """Have an idle scheduler wait for requests instead of spinning on one of the cores it shares.
 
-    SGLang's own ``--sleep-on-idle``. Hook before the arguments are sealed.
+    SGLang's own ``--sleep-on-idle``. Hook before the flags become a record.
     """
-    server_args.sleep_on_idle = True
+    args.sleep_on_idle = True
 
 
 def after_environment(result: Any, server_args: Any) -> None:

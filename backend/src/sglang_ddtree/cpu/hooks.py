@@ -20,7 +20,7 @@ def activate() -> None:
     add("sglang.srt.arg_groups.speculative_hook._handle_dflash", _allow_cpu, HookType.AROUND)
     add("sglang.srt.models.dflash.DFlashDraftModel.forward", _keep_embedding_dtype, HookType.AROUND)
     add("sglang.srt.models.dflash.DFlashAttention.__init__", _no_fused_rope, HookType.AROUND)
-    add("sglang.srt.server_args.ServerArgs.__post_init__", boot.sleep_when_idle, HookType.BEFORE)
+    add("sglang.srt.server_args.ServerArgs.from_cli_args", boot.sleep_when_idle, HookType.BEFORE)
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     add(f"{native}.init_forward_metadata", attention.plan_verify, HookType.BEFORE)
     add(f"{native}.forward_extend", attention.forward_extend, HookType.AROUND)
