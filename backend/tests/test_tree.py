@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from oracle import HeapTree, heap_tree
+from sglang_ddtree import tree as tree_module
 from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree, top_tokens, tree_size
 
 
@@ -60,6 +61,22 @@ def test_equals_heap(batch: int, depth: int, vocab: int, budget: int, cap: int, 
         expected = heap_tree(log_probs[row].tolist(), budget, cap)
         assert row_of(tree, row) == expected
         assert int(tree.count[row]) == tree_size(depth, min(cap, budget, vocab), budget)
+
+
+@pytest.mark.parametrize(("batch", "depth", "vocab", "budget", "cap", "levels"), CASES[::5] + CASES[-7:])
+def test_equals_heap_without_the_short_way(
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    depth: int,
+    vocab: int,
+    budget: int,
+    cap: int,
+    levels: int | None,
+) -> None:
+    """What accelerators run, which may not look whether there are equals, on cases with and without."""
+    monkeypatch.setattr(tree_module, "_loose_levels", lambda gains, budget: None)
+    monkeypatch.setattr(tree_module, "_repeats", lambda values: True)
+    test_equals_heap(batch, depth, vocab, budget, cap, levels)
 
 
 def test_by_hand() -> None:

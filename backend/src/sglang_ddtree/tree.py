@@ -12,6 +12,9 @@ No heap is needed. A score never grows along a path, so a node's ancestors come 
 the best B nodes are closed under taking parents. They are found level by level: of each level only the best B
 can matter, and of the union of all levels the best B are the tree. How many nodes each level keeps depends on
 the shapes alone, so nothing is read back from the device.
+
+Exact order among equals costs more operations than the rest. On a CPU, where a look at a result is free, a
+shorter way is taken first that leaves it open, and its result is kept when there are no equals.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ __all__ = [
 
 #: Candidates of a level are pruned before they are scored once there are this many times more than
 #: can matter.
-_PRUNE_FACTOR = 4
+_PRUNE_FACTOR = 2
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ def top_tokens(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values ``[..., k]`` float32 and indices ``[..., k]`` int64.
     """
     values = scores.to(torch.float32)
+    if values.device.type == "cpu":
+        best, tokens = values.topk(min(k + 1, values.shape[-1]), dim=-1)
+        if not _repeats(best):
+            return best[..., :k], tokens[..., :k]
     # Adding zero turns -0.0, which compares equal to 0.0 but has other bits, into 0.0.
     bits = (values + 0.0).view(torch.int32)
     # The bits of IEEE floats order like integers once those of negative numbers are flipped.
@@ -126,46 +133,24 @@ def build_tree_from_topk(log_probs: Tensor, tokens: Tensor, budget: int) -> Draf
     """
     if budget < 1:
         raise ValueError(f"budget is {budget}, expected at least 1")
-    batch, depth, ranks = log_probs.shape
+    batch, _, ranks = log_probs.shape
     ranks = min(ranks, budget)
     # Sums in double precision: in single precision paths of nearly equal score would swap places between
     # devices.
     gains = log_probs[..., :ranks].to(torch.float64)
     device = gains.device
 
-    # A level's nodes are kept in the order of their rank paths; "the first of equals" is then the tie rule.
-    scores = gains[:, 0]
-    level_scores, level_parents = [scores], [torch.zeros(batch, ranks, dtype=torch.int64, device=device)]
-    level_ranks = [torch.arange(ranks, device=device).expand(batch, ranks)]
-    widths, base = [ranks], 1
-    for level in range(1, depth):
-        width = scores.shape[1]
-        parent, rank, scores = _expand(scores, gains[:, level], budget)
-        if scores.shape[1] > budget:
-            kept = _best(scores, budget)
-            parent, rank, scores = parent.gather(1, kept), rank.gather(1, kept), scores.gather(1, kept)
-        level_scores.append(scores)
-        level_parents.append(parent + base)
-        level_ranks.append(rank)
-        widths.append(scores.shape[1])
-        base += width
-
-    # Across levels: smaller depth first among equals, then the rank path, so again the first of equals.
-    scores, parents = torch.cat(level_scores, 1), torch.cat(level_parents, 1)
-    rank = torch.cat(level_ranks, 1)
-    depths = _depths(tuple(widths), device).expand(batch, -1)
-    count = min(budget, scores.shape[1])
-    if count < scores.shape[1]:
-        kept = _best(scores, count)
-        order = kept.gather(1, scores.gather(1, kept).sort(dim=1, descending=True, stable=True).indices)
-    else:
-        order = scores.sort(dim=1, descending=True, stable=True).indices
+    levels = _loose_levels(gains, budget) if device.type == "cpu" else None
+    if levels is None:
+        levels = _exact_levels(gains, budget)
+    scores, codes, depths, bases, order = levels
+    count = order.shape[1]
 
     # Where each candidate went, to translate parents; slot 0 is the root, which all levels count from.
     place = torch.zeros(batch, scores.shape[1] + 1, dtype=torch.int64, device=device)
     place.scatter_(1, order + 1, torch.arange(1, count + 1, device=device).expand(batch, count))
-    parents = place.gather(1, parents.gather(1, order))
-    depths, rank, scores = depths.gather(1, order), rank.gather(1, order), scores.gather(1, order)
+    codes, depths, scores = codes.gather(1, order), depths[order], scores.gather(1, order)
+    parents, rank = place.gather(1, bases[order] + codes // ranks), codes % ranks
     nodes = tokens[..., :ranks].reshape(batch, -1).gather(1, (depths - 1) * ranks + rank)
     if count < budget:
         pad = (0, budget - count)
@@ -198,6 +183,84 @@ def ancestor_mask(parents: Tensor, max_depth: int | None = None) -> Tensor:
     return seen
 
 
+#: All levels' candidates, one level after the other, and which of them make the tree: scores and codes (place
+#: of the parent in its level * ranks + rank) ``[batch, candidates]``; depths and bases (what to add to the place
+#: of the parent for its slot; slot 0 is the root, slot i + 1 candidate i) ``[candidates]``; order ``[batch,
+#: count]``.
+_Levels = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _exact_levels(gains: Tensor, budget: int) -> _Levels:
+    """All levels and the tree, equals ordered by depth and rank path, without reading anything back.
+
+    Args:
+        gains: float64 ``[batch, depth, ranks]``.
+        budget: nodes besides the root.
+    """
+    batch, depth, ranks = gains.shape
+    # A level's nodes are kept in the order of their rank paths; "the first of equals" is then the tie rule.
+    scores = gains[:, 0]
+    level_scores = [scores]
+    level_codes = [torch.arange(ranks, device=gains.device).expand(batch, ranks)]
+    for level in range(1, depth):
+        codes, scores = _expand(scores, gains[:, level], budget)
+        if scores.shape[1] > budget:
+            kept = _best(scores, budget)
+            codes, scores = codes.gather(1, kept), scores.gather(1, kept)
+        level_scores.append(scores)
+        level_codes.append(codes)
+    # Across levels: smaller depth first among equals, then the rank path, so again the first of equals.
+    scores = torch.cat(level_scores, 1)
+    depths, bases = _layout(tuple(x.shape[1] for x in level_scores), gains.device)
+    count = min(budget, scores.shape[1])
+    if count < scores.shape[1]:
+        kept = _best(scores, count)
+        order = kept.gather(1, scores.gather(1, kept).sort(dim=1, descending=True, stable=True).indices)
+    else:
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+    return scores, torch.cat(level_codes, 1), depths, bases, order
+
+
+def _loose_levels(gains: Tensor, budget: int) -> _Levels | None:
+    """As :func:`_exact_levels` where no two nodes in question have equal scores, else None.
+
+    Which of equal nodes a level keeps is left open. It does not matter when the tree shows no equals: with B
+    nodes of a level at least as good as one that was left out, and a parent as good as those, the tree is
+    full of nodes at least as good, and were the last of them equal to it, the first beyond the tree would be
+    as well.
+    """
+    batch, depth, ranks = gains.shape
+    scores = gains[:, 0]
+    level_scores = [scores]
+    level_codes = [torch.arange(ranks, device=gains.device).expand(batch, ranks)]
+    for level in range(1, depth):
+        width = scores.shape[1]
+        pairs = _useful_children(width, ranks, budget, gains.device)
+        if pairs is None:
+            scores = (scores.unsqueeze(2) + gains[:, level].unsqueeze(1)).flatten(1)
+            codes = torch.arange(width * ranks, device=gains.device).expand(batch, -1)
+        else:
+            parent, rank, useful = pairs
+            scores = scores.index_select(1, parent) + gains[:, level].index_select(1, rank)
+            codes = useful.expand(batch, -1)
+        # Best first: that is what the next level's choice of children goes by.
+        scores, kept = scores.topk(min(budget, scores.shape[1]), dim=1)
+        level_scores.append(scores)
+        level_codes.append(codes.gather(1, kept))
+    scores = torch.cat(level_scores, 1)
+    count = min(budget, scores.shape[1])
+    best, order = scores.topk(min(count + 1, scores.shape[1]), dim=1)
+    if _repeats(best):
+        return None
+    depths, bases = _layout(tuple(x.shape[1] for x in level_scores), gains.device)
+    return scores, torch.cat(level_codes, 1), depths, bases, order[:, :count]
+
+
+def _repeats(sorted_values: Tensor) -> bool:
+    """Whether any row of sorted values has equal ones. Waits for the device."""
+    return bool((sorted_values[..., 1:] == sorted_values[..., :-1]).any())
+
+
 def _best(scores: Tensor, count: int) -> Tensor:
     """Ascending indices of the ``count`` largest of each row, of equal ones the first: ``[batch, count]``."""
     limit = scores.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
@@ -210,43 +273,66 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return index.new_empty(scores.shape[0], count + 1).scatter_(1, slot, index)[:, :count]
 
 
-def _expand(scores: Tensor, gains: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+def _expand(scores: Tensor, gains: Tensor, budget: int) -> tuple[Tensor, Tensor]:
     """Children of one level in the order of their rank paths.
 
     Args:
         scores: ``[batch, width]`` of the parents, in the order of their rank paths.
         gains: ``[batch, ranks]`` of the children's depth.
+        budget: nodes besides the root.
 
     Returns:
-        parent (index into ``scores``), rank and score of the children, ``[batch, children]`` each.
+        code (parent * ranks + rank) and score of the children, ``[batch, children]`` each.
     """
     (batch, width), ranks = scores.shape, gains.shape[1]
-    useful = sum(min(ranks, budget // place) for place in range(1, min(width, budget) + 1))
-    if width * ranks <= _PRUNE_FACTOR * useful:
-        children = (scores.unsqueeze(2) + gains.unsqueeze(1)).reshape(batch, -1)
-        parent, rank = _full_children(width, ranks, scores.device)
-        return parent.expand(batch, -1), rank.expand(batch, -1), children
-    # Rank r under the p-th best parent is beaten by all ranks up to r under all parents up to p: it can only
-    # be among the best B if p * (r + 1) <= B (counting p from 1). That leaves about B ln B children instead
-    # of B * K.
+    pairs = _useful_children(width, ranks, budget, scores.device)
+    if pairs is None:
+        children = (scores.unsqueeze(2) + gains.unsqueeze(1)).flatten(1)
+        return torch.arange(width * ranks, device=scores.device).expand(batch, -1), children
+    # The same choice, but parents are not in the order of their scores here, and children are not to be.
     by_score = scores.sort(dim=1, descending=True, stable=True).indices
     place = torch.empty_like(by_score).scatter_(
         1, by_score, torch.arange(1, width + 1, device=scores.device).expand(batch, width)
     )
     ends = (budget // place).clamp(max=ranks).cumsum(1)
+    useful = pairs[0].shape[0]
     index = torch.arange(useful, device=scores.device).expand(batch, useful).contiguous()
     parent = torch.searchsorted(ends, index, right=True)
-    first = torch.nn.functional.pad(ends, (1, 0)).gather(1, parent)
-    rank = index - first
-    return parent, rank, scores.gather(1, parent) + gains.gather(1, rank)
+    rank = index - torch.nn.functional.pad(ends, (1, 0)).gather(1, parent)
+    return parent * ranks + rank, scores.gather(1, parent) + gains.gather(1, rank)
+
+
+@lru_cache(maxsize=256)
+def _useful_children(
+    width: int, ranks: int, budget: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Parent, rank and code of the children that can be among the best B of their level; None: try all.
+
+    Rank r under the p-th best parent is beaten by all ranks up to r under all parents up to p: it can only be
+    among the best B if p * (r + 1) <= B (counting p from 1). That leaves about B ln B children instead of B *
+    K.
+    """
+    useful = [min(ranks, budget // place) for place in range(1, width + 1)]
+    if width * ranks <= _PRUNE_FACTOR * sum(useful):
+        return None
+    parent = [place for place, count in enumerate(useful) for _ in range(count)]
+    rank = [rank for count in useful for rank in range(count)]
+    code = [p * ranks + r for p, r in zip(parent, rank, strict=True)]
+    return (
+        torch.tensor(parent, device=device),
+        torch.tensor(rank, device=device),
+        torch.tensor(code, device=device),
+    )
 
 
 @lru_cache(maxsize=64)
-def _depths(widths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([i + 1 for i, width in enumerate(widths) for _ in range(width)], device=device)
-
-
-@lru_cache(maxsize=64)
-def _full_children(width: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    index = torch.arange(width * ranks, device=device)
-    return index // ranks, index % ranks
+def _layout(widths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Depth of each candidate and the slot of the first of the level above it, ``[sum(widths)]`` each."""
+    depths, bases, base = [], [], 0
+    for level, width in enumerate(widths):
+        depths += [level + 1] * width
+        # The root's children have no rank to divide by: their code is below the ranks, and the root is slot
+        # 0.
+        bases += [base] * width
+        base = base + (widths[level - 1] if level else 1)
+    return torch.tensor(depths, device=device), torch.tensor(bases, device=device)
