@@ -183,10 +183,10 @@ def ancestor_mask(parents: Tensor, max_depth: int | None = None) -> Tensor:
     return seen
 
 
-#: All levels' candidates, one level after the other, and which of them make the tree: scores and codes (place
-#: of the parent in its level * ranks + rank) ``[batch, candidates]``; depths and bases (what to add to the place
-#: of the parent for its slot; slot 0 is the root, slot i + 1 candidate i) ``[candidates]``; order ``[batch,
-#: count]``.
+#: All levels' candidates, one level after the other, and which of them make the tree:
+#: scores and codes (place of the parent in its level * ranks + rank), ``[batch, candidates]``;
+#: depths and bases (what to add to the place of the parent for its slot), ``[candidates]``;
+#: order, ``[batch, count]``. Slot 0 is the root and slot i + 1 is candidate i.
 _Levels = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
