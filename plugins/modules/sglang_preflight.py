@@ -9,7 +9,7 @@ import os
 import pwd
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -429,24 +429,26 @@ def check_wheelhouse(folder: Path, requirements: Sequence[str]) -> Iterator[Prob
     if not folder.is_dir():
         yield Problem("wheelhouse", f"no folder {folder}", "a folder of wheels on the host", change)
         return
-    there = {_normal(entry.name) for entry in folder.iterdir()}
-    missing = [pin for pin in requirements if not _has(there, pin)]
+    there = {_pin(entry.name) for entry in folder.iterdir()}
+    missing = [pin for pin in requirements if _comparable(*pin.split("==", 1)) not in there]
     if missing:
         some = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
         found = f"{len(missing)} of {len(requirements)} packages missing in {folder}: {some}"
         yield Problem("wheelhouse", found, "every package of the lock", f"{change}; or fill it")
 
 
-def _normal(name: str) -> str:
-    """A file's or package's name as names compare: without case, ``-``, ``_`` and ``.`` alike (PEP 503)."""
-    return re.sub(r"[-_.]+", "_", name).lower()
+def _comparable(name: str, version: str) -> tuple[str, str]:
+    """Name and version as they compare: names as PEP 503 says, a version without its local part."""
+    return re.sub(r"[-_.]+", "_", name).lower(), version.partition("+")[0].lower()
 
 
-def _has(there: Iterable[str], pin: str) -> bool:
-    """Whether a wheel (``name-version[+local]-…``) or a source archive of the pinned version is there."""
-    name, _, version = pin.partition("==")
-    start = re.compile(re.escape(f"{_normal(name)}_{_normal(version)}") + r"(_|\+)")
-    return any(start.match(entry) for entry in there)
+def _pin(file: str) -> tuple[str, str]:
+    """Name and version of a wheel (PEP 427) or of a source archive; empty for another file."""
+    if file.endswith(".whl"):
+        name, version = [*file.split("-", 2), ""][:2]
+        return _comparable(name, version)
+    match = re.fullmatch(r"(.+)-([^-]+)\.(?:tar\.gz|zip)", file)
+    return _comparable(match[1], match[2]) if match else ("", "")
 
 
 def _text(path: Path) -> str:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ansible.module_utils.arborist_unit import Unit, UnitError, first_difference
 from ansible.module_utils.basic import AnsibleModule
 
@@ -48,6 +50,21 @@ difference:
 """
 
 
+def look(unit: Unit, command: list[str]) -> dict[str, Any]:
+    """What the unit's process runs, compared with ``command``."""
+    state = unit.show("ActiveState", "NeedDaemonReload")
+    running = unit.process()
+    if running is None:
+        difference = f"no main process ({state['ActiveState']})"
+    else:
+        difference = first_difference(command, running[1])
+    return {
+        "active_state": state["ActiveState"],
+        "need_reload": state["NeedDaemonReload"] == "yes",
+        "difference": difference,
+    }
+
+
 def main() -> None:
     """Run the module."""
     module = AnsibleModule(
@@ -57,23 +74,11 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    unit = Unit(module.params["unit"], module.run_command)
     try:
-        state = unit.show("ActiveState", "NeedDaemonReload")
-        running = unit.process()
+        found = look(Unit(module.params["unit"], module.run_command), module.params["command"])
     except UnitError as error:
         module.fail_json(msg=str(error))
-    active = state.get("ActiveState", "")
-    if running is None:
-        difference = f"no main process ({active})"
-    else:
-        difference = first_difference(module.params["command"], running[1])
-    module.exit_json(
-        changed=False,
-        active_state=active,
-        need_reload=state.get("NeedDaemonReload") == "yes",
-        difference=difference,
-    )
+    module.exit_json(changed=False, **found)
 
 
 if __name__ == "__main__":
