@@ -12,7 +12,7 @@ export PATH := $(BIN):$(PATH)
 ENGINE_PYTHON ?= python3.11
 ENGINE_LOCK := roles/sglang_engine/files/requirements-cpu.txt
 HOUSE_LOCKS := $(ENGINE_LOCK) roles/sweep_client/files/requirements.txt requirements/engine-test.txt
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install --quiet --require-hashes
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install -qq --require-hashes
 
 .PHONY: help setup demo test lint test-python test-backend molecule engine wheelhouse lock format clean
 
@@ -27,7 +27,7 @@ $(VENV)/.ready: requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"found Python {v.major}.{v.minor}, expected 3.11 or newer: run make PYTHON=python3.11")'
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) -r requirements/dev.txt
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
 
 wheelhouse: ## the engine's wheels for hosts without a way out; prints where they lie
@@ -39,7 +39,7 @@ $(ENGINE)/.ready: $(HOUSE_LOCKS) | setup
 	@echo "engine: installing SGLang for the CPU into $(ENGINE)"
 	@house=$$(tools/wheelhouse.sh --python 3.11 $(HOUSE_LOCKS)); \
 	 $(ENGINE_PYTHON) -m venv --clear $(ENGINE); \
-	 $(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+	 $(ENGINE)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --require-hashes \
 	   --no-index --find-links "$$house" -r $(ENGINE_LOCK) -r requirements/engine-test.txt
 	@touch $@
 
@@ -47,7 +47,7 @@ $(ENGINE)/.ready: $(HOUSE_LOCKS) | setup
 $(ENGINE)/.backend: $(ENGINE)/.ready $(shell find backend/src backend/pyproject.toml backend/*.pth -type f -not -name '*.pyc')
 	@rm -rf build/backend
 	@python -m build --no-isolation --wheel --outdir build/backend backend >/dev/null
-	@$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index --force-reinstall \
+	@$(ENGINE)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-index --force-reinstall \
 	   build/backend/*.whl
 	@touch $@
 

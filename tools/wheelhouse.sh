@@ -25,7 +25,7 @@ if [[ ! -d $house ]]; then
     echo "wheelhouse: downloading the wheels of $* for Python $want (once, several hundred MB)" >&2
     part=$cache/.$key.part                         # kept after a broken run: pip goes on from what is there
     mkdir -p "$part"
-    options=(--no-deps --require-hashes --only-binary=:all: --dest "$part" --disable-pip-version-check --quiet)
+    options=(--no-deps --require-hashes --only-binary=:all: --dest "$part" --disable-pip-version-check -qq)
     if [[ $want != "$version" ]]; then             # for another interpreter pip must be told what it accepts
         options+=(--python-version "$want" --implementation cp --abi "cp${want/./}" --abi abi3 --abi none)
         for minor in $(seq 36 -1 5); do options+=(--platform "manylinux_2_${minor}_x86_64"); done
