@@ -30,7 +30,6 @@ def workload(**values: Any) -> Workload:
         "warmup_passes": 2,
         "warmup_tolerance": 1e9,
         "journal_timeout_s": 0.3,
-        "flush_timeout_s": 0.5,
     }
     return Workload(**(given | values))
 
@@ -185,7 +184,7 @@ def test_flush_is_tried_again_while_busy(service: Service) -> None:
 
 def test_a_service_that_others_use_is_no_measurement(service: Service) -> None:
     service.flush_codes = [400] * 999
-    error = fails(service, unit=None)
+    error = fails(service, unit=None, flush_timeout_s=0.5)
     assert error.failure.kind == "busy"
     assert "someone else is using the service" in error.failure.summary
 
