@@ -30,9 +30,9 @@ DRAFT = ["--speculative-draft-model-path", str(MODELS / "draft")]
 CHAIN = ["--speculative-algorithm", "DFLASH", *DRAFT]
 
 _LINE = re.compile(
-    r"DDTREE metrics: budget=(?P<budget>\d+) topk=(?P<topk>\d+) steps=(?P<steps>\d+) tokens=(?P<tokens>\d+) "
-    r"avg_commit_len=(?P<average>\d+\.\d\d) hist=(?P<hist>[\d,]+) "
-    r"draft_ms=[\d.]+ build_ms=[\d.]+ verify_ms=[\d.]+$"
+    r"(DDTREE metrics: budget=(?P<budget>\d+) topk=(?P<topk>\d+)|DFLASH metrics:) steps=(?P<steps>\d+) "
+    r"tokens=(?P<tokens>\d+) avg_commit_len=(?P<average>\d+\.\d\d) hist=(?P<hist>[\d,]+)"
+    r"(?(budget) draft_ms=[\d.]+ build_ms=[\d.]+ verify_ms=[\d.]+)$"
 )
 
 
@@ -99,10 +99,10 @@ class Server:
     def metrics(self) -> list[MetricsLine]:
         lines = []
         for text in self.log.read_text(errors="replace").splitlines():
-            if "DDTREE metrics" in text:
+            if re.search("(DDTREE|DFLASH) metrics", text):
                 match = _LINE.search(text)
                 assert match is not None, f"not the agreed format: {text}"
-                number = {key: int(match[key]) for key in ("budget", "topk", "steps", "tokens")}
+                number = {key: int(match[key] or 0) for key in ("budget", "topk", "steps", "tokens")}
                 histogram = [int(part) for part in match["hist"].split(",")]
                 lines.append(MetricsLine(**number, average=match["average"], histogram=histogram))
         return lines

@@ -58,7 +58,7 @@ def test_bad_options_are_refused(environ: dict[str, str], message: str) -> None:
 def test_metrics_line(caplog: pytest.LogCaptureFixture) -> None:
     """Steps accepting 3, 0 and 2 nodes: 3 steps, 4 + 1 + 3 tokens."""
     caplog.set_level(logging.INFO)
-    metrics = StepMetrics(budget=16, topk_cap=4, longest=7, interval=2)
+    metrics = StepMetrics("DDTREE metrics: budget=16 topk=4", longest=7, interval=2)
     metrics.time(draft=0.001, build=0.002, verify=0.003)
     metrics.time(draft=0.002, build=0.002, verify=0.005)
     metrics.add([3, 0])
@@ -76,9 +76,17 @@ def test_metrics_line(caplog: pytest.LogCaptureFixture) -> None:
     assert "steps=1 tokens=8 avg_commit_len=8.00" in caplog.messages[1]
 
 
+def test_metrics_line_of_the_chain(caplog: pytest.LogCaptureFixture) -> None:
+    """The chain has neither budget nor stages: one step of 3 draft tokens commits 4."""
+    caplog.set_level(logging.INFO)
+    metrics = StepMetrics("DFLASH metrics:", longest=7, interval=1, stages=())
+    metrics.add([3])
+    assert caplog.messages == ["DFLASH metrics: steps=1 tokens=4 avg_commit_len=4.00 hist=0,0,0,1,0,0,0,0"]
+
+
 def test_silent_ranks_count_but_do_not_report(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    metrics = StepMetrics(budget=1, topk_cap=1, longest=1, interval=1, enabled=False)
+    metrics = StepMetrics("DDTREE metrics:", longest=1, interval=1, enabled=False)
     metrics.add([1])
     assert caplog.messages == []
 

@@ -12,6 +12,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ddtree import options
+from sglang_ddtree.metrics import StepMetrics, current, install
 
 _registered: list[str] = []
 
@@ -94,7 +95,7 @@ def _validate_request(original: Callable[..., Any], req: Any, enable_overlap: bo
 
 def _count_step(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
     """Feed the metrics with the requests of a step whose tokens are being committed."""
-    metrics = getattr(processor.model_worker, "ddtree_metrics", None)
+    metrics = current() or _chain_metrics()
     running = [not (req.is_retracted or req.finished()) for req in batch.reqs]
     tokens = original(processor, result, batch)
     if metrics is not None:
@@ -103,10 +104,24 @@ def _count_step(original: Callable[..., Any], processor: Any, result: Any, batch
     return tokens
 
 
-def _metrics() -> Any:
-    from sglang_ddtree.worker import current_metrics
+def _chain_metrics() -> StepMetrics | None:
+    """Metrics of a DFLASH server: the same line for the flat chain, so that both arms are counted alike.
 
-    return current_metrics()
+    SGLang's own ``Decode batch`` lines leave out the last, partial window.
+    """
+    from sglang.srt.runtime_context import get_observability, get_parallel, get_spec
+
+    if get_spec().speculative_algorithm != "DFLASH":
+        return None
+    return install(
+        StepMetrics(
+            "DFLASH metrics:",
+            longest=int(get_spec().speculative_num_draft_tokens) - 1,
+            interval=get_observability().decode_log_interval,
+            enabled=get_parallel().tp_rank == 0,
+            stages=(),
+        )
+    )
 
 
 def _flush_when_done(streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +131,7 @@ def _flush_when_done(streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _flush_when_idle(*_: Any) -> None:
-    if (metrics := _metrics()) is not None:
+    if (metrics := current()) is not None:
         metrics.flush()
 
 

@@ -14,20 +14,38 @@ logger = logging.getLogger(__name__)
 STAGES = ("draft", "build", "verify")
 
 
+_current: StepMetrics | None = None
+
+
+def current() -> StepMetrics | None:
+    """The metrics of this process, None in processes that run no steps."""
+    return _current
+
+
+def install(metrics: StepMetrics) -> StepMetrics:
+    """Make ``metrics`` those of this process."""
+    global _current
+    _current = metrics
+    return metrics
+
+
 class StepMetrics:
     """Accumulates steps until the next line. Held by the worker, fed by the scheduler's result processing."""
 
-    def __init__(self, budget: int, topk_cap: int, longest: int, interval: int, enabled: bool = True) -> None:
+    def __init__(
+        self, head: str, longest: int, interval: int, enabled: bool = True, stages: Sequence[str] = STAGES
+    ) -> None:
         """Set up empty counts.
 
         Args:
-            budget: nodes besides the root.
-            topk_cap: ranks tried at a depth.
+            head: how the line starts: the algorithm, and its values if it has any.
             longest: most draft nodes that a step can accept.
             interval: a line every so many scheduler steps.
             enabled: False on ranks that do not report.
+            stages: of a step that :meth:`time` is told of.
         """
-        self._head = f"budget={budget} topk={topk_cap}"
+        self._head = head
+        self._stages = stages
         self._longest = longest
         self._interval = interval
         self._enabled = enabled
@@ -36,7 +54,7 @@ class StepMetrics:
     def _reset(self) -> None:
         self._scheduler_steps = 0
         self._histogram = [0] * (self._longest + 1)
-        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._seconds = dict.fromkeys(self._stages, 0.0)
         self._timed = 0
 
     def time(self, **seconds: float) -> None:
@@ -67,8 +85,8 @@ class StepMetrics:
         tokens = sum(count * (nodes + 1) for nodes, count in enumerate(self._histogram))
         histogram = ",".join(map(str, self._histogram))
         timed = max(1, self._timed)
-        stages = " ".join(f"{stage}_ms={self._seconds[stage] / timed * 1e3:.3f}" for stage in STAGES)
+        stages = "".join(f" {stage}_ms={self._seconds[stage] / timed * 1e3:.3f}" for stage in self._stages)
         return (
-            f"DDTREE metrics: {self._head} steps={steps} tokens={tokens} "
-            f"avg_commit_len={tokens / steps:.2f} hist={histogram} {stages}"
+            f"{self._head} steps={steps} tokens={tokens} "
+            f"avg_commit_len={tokens / steps:.2f} hist={histogram}{stages}"
         )

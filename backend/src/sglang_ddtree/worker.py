@@ -35,20 +35,12 @@ from torch import Tensor
 from sglang_ddtree.accept import Acceptance, accept, verify_mask
 from sglang_ddtree.algorithm import context_message
 from sglang_ddtree.clock import StageClock
-from sglang_ddtree.metrics import STAGES, StepMetrics
+from sglang_ddtree.metrics import STAGES, StepMetrics, install
 from sglang_ddtree.options import from_environment
 from sglang_ddtree.sampling import answer_nodes
 from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree_from_topk, top_tokens
 
 logger = logging.getLogger(__name__)
-
-_metrics: StepMetrics | None = None
-
-
-def current_metrics() -> StepMetrics | None:
-    """The metrics of this process's worker, None in processes without one."""
-    return _metrics
-
 
 class DDTreeWorker(DFlashWorkerV2):
     """DFLASH's worker with a tree between draft and verify. Prefill is DFLASH's own."""
@@ -71,13 +63,13 @@ class DDTreeWorker(DFlashWorkerV2):
         self._draft_offsets = torch.arange(self._block, device=self.device)
         self._commit_offsets = self._draft_offsets[: self.stride]
         self._clock = StageClock(str(self.device), STAGES)
-        global _metrics
-        _metrics = self.ddtree_metrics = StepMetrics(
-            budget=self.options.budget,
-            topk_cap=self.options.topk_cap,
-            longest=self.stride - 1,
-            interval=get_observability().decode_log_interval,
-            enabled=get_parallel().tp_rank == 0,
+        self._step_metrics = install(
+            StepMetrics(
+                f"DDTREE metrics: budget={self.options.budget} topk={self.options.topk_cap}",
+                longest=self.stride - 1,
+                interval=get_observability().decode_log_interval,
+                enabled=get_parallel().tp_rank == 0,
+            )
         )
         if get_parallel().tp_rank == 0:
             logger.info(
@@ -186,7 +178,7 @@ class DDTreeWorker(DFlashWorkerV2):
         path = accept(nodes.tokens, nodes.parents, nodes.depths, nodes.used, ancestors, answers, self.stride)
         result = self._commit(batch, target, plan, path, answers, on_publish)
         for seconds in self._clock.finished():
-            self.ddtree_metrics.time(**seconds)
+            self._step_metrics.time(**seconds)
         return result
 
     def _draft(self, batch: Any, bonus: Tensor, host_lens: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
