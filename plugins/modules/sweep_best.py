@@ -58,6 +58,10 @@ times_ar:
   description: Its speed-up over the autoregressive arm; null where that was not measured.
   type: float
   returned: success
+reason:
+  description: All that for a person.
+  type: str
+  returned: success
 host:
   description: The host that figure is from.
   type: str
@@ -90,8 +94,10 @@ def main() -> None:
         )
         return
     row = report.rows(facts)[facts.index(winner)]
+    against = f", {row.times_ar:.2f} x AR" if row.times_ar is not None else ""
     module.exit_json(
         changed=False,
+        reason=f"{row.tok_s:.1f} tok/s{against} on {winner.host}, study {study.name}",
         study=study.name,
         configuration=winner.configuration.model_dump(mode="json"),
         tok_s=row.tok_s,

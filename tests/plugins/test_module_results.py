@@ -136,6 +136,7 @@ def test_the_best_row_is_chosen(run_module: Run, measured: Any, tmp_path: Path) 
     assert result["tok_s"] == 208.0
     assert result["times_ar"] == pytest.approx(3.2)
     assert result["host"] == "h1"
+    assert result["reason"] == "208.0 tok/s, 3.20 x AR on h1, study s1"
     assert result["changed"] is False
 
 
