@@ -5,9 +5,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v uv >/dev/null || { echo "lock: found no uv, expected it on PATH: pip install uv" >&2; exit 1; }
 
-lock() { # IN OUT OPTIONS...
-    local in=$1 out=$2; shift 2
+lock() { # IN OUT OPTIONS...: the comment at the head of OUT stays
+    local in=$1 out=$2 head; shift 2
+    head=$(sed -n '/^#/!q;p' "$out")
     uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-header "$@" "$in" -o "$out"
+    [[ -z $head ]] || { printf '%s\n' "$head"; cat "$out"; } >"$out.new"
+    [[ -z $head ]] || mv "$out.new" "$out"
 }
 engine=(--python-platform x86_64-manylinux_2_35 --no-annotate)
 
@@ -17,8 +20,9 @@ lock requirements/engine-test.in requirements/engine-test.txt --universal
 lock requirements/client.in roles/sweep_client/files/requirements.txt --universal
 lock requirements/engine-cuda.in roles/sglang_engine/files/requirements-cuda.txt "${engine[@]}" --prerelease=allow
 
-# The CPU build of torch carries a local suffix that a lock file must not name; its hash is added by hand.
+# torch: only the hash of its CPU build, which carries a local suffix that a lock file must not name.
 cpu=roles/sglang_engine/files/requirements-cpu.txt
-torch_cpu=$(grep -A1 '^torch==' "$cpu" | tail -1)
+torch=$(sed -n '/^torch==/{p;n;p;q}' "$cpu")
 lock requirements/engine-cpu.in "$cpu" --no-deps "${engine[@]}"
-grep -qF "$torch_cpu" "$cpu" || sed -i "s|^torch==.*|&\n$torch_cpu|" "$cpu"
+TORCH=$torch perl -0pi -e 's/^torch==.*\n(    --hash.*\n)+/$ENV{TORCH}\n/m' "$cpu"
+echo "lock: torch keeps the hash it had; after a change of its version put the CPU build's hash into $cpu"
