@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rolekit import ROOT, filters
+
+from tests.roles.rolekit import ROOT, filters
 
 SETTINGS: dict[str, Any] = {
     "python": "/opt/sglang/current/bin/python",

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rolekit import ROOT, module
+
+from tests.roles.rolekit import ROOT, module
 
 preflight = module("sglang_preflight")
 Run = Callable[[list[str]], tuple[int, str, str]]

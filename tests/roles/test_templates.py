@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from rolekit import ROOT
+
+from tests.roles.rolekit import ROOT
 
 MODELS = {"sglang_model_path": "/srv/models/target", "sglang_draft_model_path": "/srv/models/draft"}
 HOSTS: dict[str, dict[str, Any]] = {

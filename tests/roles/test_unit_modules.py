@@ -6,7 +6,8 @@ import json
 
 import pytest
 from ansible.module_utils.testing import patch_module_args
-from rolekit import module
+
+from tests.roles.rolekit import module
 
 state = module("sglang_state")
 restart = module("sglang_restart")
