@@ -108,6 +108,14 @@ class CallbackModule(Default):
             said = result.result.get("msg") or self._dump_results(result.result)
             self._display.display(f"fatal: [{self.host_label(result)}]: {said}", color=C.COLOR_ERROR)
 
+    def v2_runner_on_unreachable(self, result: Any) -> None:
+        """Print that a host is gone; what it will do by itself is said at the end."""
+        if not self._quiet(result.task):
+            super().v2_runner_on_unreachable(result)
+            return
+        said = result.result.get("msg") or self._dump_results(result.result)
+        self._display.display(f"unreachable: [{self.host_label(result)}]: {said}", color=C.COLOR_UNREACHABLE)
+
     def v2_runner_on_skipped(self, result: Any) -> None:
         """Say nothing of a task that had nothing to do."""
         if not self._quiet(result.task):
