@@ -147,7 +147,7 @@ def test_what_systemd_would_expand_is_escaped_and_zero_survives(rendered: dict[s
 
 def test_names_and_times_come_from_the_variables(rendered: dict[str, dict[str, Any]]) -> None:
     unit = values(rendered["cuda"]["unit"])
-    assert unit["User"] == unit["Group"] == "engine"
+    assert unit["User"] == "engine"
     assert unit["StateDirectory"] == "other"
     assert unit["EnvironmentFile"] == "/etc/sglang/other.env"
     assert unit["TimeoutStopSec"] == "30s"
