@@ -3,11 +3,12 @@
 # Needs root on a Debian-family machine; everything else it brings itself. The host is taken down at the end,
 # whatever the end; its disk, the template and the wheels stay in the cache, so that a second run is quick.
 #
-#   GRID=quick make demo          another grid (default: seed)
+#   GRID=quick TOKENS=128 make demo          another grid (default: seed), longer answers (default: 64 tokens)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 grid=${GRID:-seed}
+tokens=${TOKENS:-64}
 host=demo1
 address=10.90.0.11
 hosts=(testhosts/testhosts)
@@ -27,6 +28,6 @@ step "Host $host"
 
 step "ansible-playbook -i inventory/demo deploy.yml"
 ansible-playbook -i inventory/demo deploy.yml
-step "ansible-playbook -i inventory/demo sweep.yml -e grid=$grid"
-ansible-playbook -i inventory/demo sweep.yml -e "grid=$grid"
+step "ansible-playbook -i inventory/demo sweep.yml -e grid=$grid -e sweep_tokens=$tokens"
+ansible-playbook -i inventory/demo sweep.yml -e "grid=$grid" -e "sweep_tokens=$tokens"
 step "Done. The report: results/latest/report.md (and report.csv, trials.jsonl beside it)"
