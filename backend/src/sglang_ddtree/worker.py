@@ -42,6 +42,7 @@ from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree_from_topk, t
 
 logger = logging.getLogger(__name__)
 
+
 class DDTreeWorker(DFlashWorkerV2):
     """DFLASH's worker with a tree between draft and verify. Prefill is DFLASH's own."""
 
