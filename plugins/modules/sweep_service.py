@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import asdict
 from typing import Any
 
-from ansible.module_utils.arborist_sweep import SweptService, Taken
+from ansible.module_utils.arborist_sweep import SweptService, Taken, describe
 from ansible.module_utils.arborist_unit import UnitError, expand, first_difference
 from ansible.module_utils.basic import AnsibleModule
 
@@ -22,6 +22,7 @@ description:
     the command it should. It does not wait for readiness.
   - C(state=restored) removes drop-in, lease and claim, and restarts the service where its process does not
     run the deployed command. Without O(token) it does so whoever held the service.
+  - C(state=observed) looks, changes nothing, and tells which sweep has the service.
   - The deployed unit is never written.
 options:
   name:
@@ -31,7 +32,7 @@ options:
   state:
     description: What to bring about.
     type: str
-    choices: [claimed, applied, restored]
+    choices: [observed, claimed, applied, restored]
     required: true
   token:
     description: Names the sweep's controller process; from M(sweep_plan).
@@ -117,6 +118,10 @@ restart_s:
   description: Seconds from asking the old process to stop until systemd had started the new one.
   type: float
   returned: state=applied
+swept_by:
+  description: Which sweep has the service, in words; empty when none has.
+  type: str
+  returned: state=observed
 found:
   description: What was not as deployed.
   type: list
@@ -127,6 +132,18 @@ abort:
   type: bool
   returned: failure
 """
+
+
+def observed(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
+    """Say which sweep has the service, alive or cut off."""
+    del params, check
+    holder, left = service.holder(), service.leftovers()
+    swept_by = ""
+    if holder is not None:
+        swept_by = describe(holder)
+    elif left:
+        swept_by = f"a sweep that was cut off and left {', '.join(left)}"
+    return {"changed": False, "leftovers": left, "swept_by": swept_by}
 
 
 def claim_lines(left: list[str], asked: list[str], deployed: list[str]) -> list[str]:
@@ -212,7 +229,11 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "name": {"type": "str", "required": True},
-            "state": {"type": "str", "choices": ["claimed", "applied", "restored"], "required": True},
+            "state": {
+                "type": "str",
+                "choices": ["observed", "claimed", "applied", "restored"],
+                "required": True,
+            },
             "token": {"type": "str", "default": "", "no_log": False},
             "from_token": {"type": "str", "default": "", "no_log": False},
             "study": {"type": "str", "default": ""},
@@ -228,7 +249,9 @@ def main() -> None:
         supports_check_mode=True,
     )
     service = SweptService(module.params["name"], module.run_command)
-    act = {"claimed": claimed, "applied": applied, "restored": restored}[module.params["state"]]
+    act = {"observed": observed, "claimed": claimed, "applied": applied, "restored": restored}[
+        module.params["state"]
+    ]
     try:
         with contextlib.nullcontext() if module.check_mode else service.locked():
             result = act(service, module.params, module.check_mode)

@@ -339,6 +339,20 @@ def test_check_mode_looks_and_writes_nothing(host: Host, monkeypatch: pytest.Mon
     assert host.systemctl.done() == []
 
 
+def test_looking_says_which_sweep_has_the_service(host: Host) -> None:
+    module = load("sweep_service")
+    assert module.observed(host.service, {}, check=False)["swept_by"] == ""
+    host.take("first")
+    host.apply("first")
+    host.systemctl.calls.clear()
+    assert module.observed(host.service, {}, check=False)["swept_by"].startswith("study s1 (controller a@b")
+    host.lease = "inactive"
+    cut_off = module.observed(host.service, {}, check=False)["swept_by"]
+    assert cut_off.startswith("a sweep that was cut off and left ")
+    assert str(host.service.dropin) in cut_off
+    assert host.systemctl.done() == []
+
+
 def test_the_module_says_who_holds_the_service(host: Host) -> None:
     host.take("first")
     module = load("sweep_service")
