@@ -214,16 +214,16 @@ class SweptService:
 
     def wrong(self) -> list[str]:
         """What keeps this host from being as deployed, in words; empty when nothing does."""
-        found = [f"{path} is there" for path in self.leftovers()]
-        if self.lease_runs():
-            found.append(f"{self.lease}.timer waits")
+        found = [f"a sweep's drop-in, {self.dropin}"] if self.dropin.exists() else []
+        if self.lease_runs() or set(self.leftovers()) - {str(self.dropin)}:
+            found.append(f"a sweep's lease, {self.lease}.timer")
         claim = self.claim()
         if claim is None or claim.was_active:
             difference = self.unit.mismatch()
             if difference:
-                found.append(f"{self.unit.name}: {difference}")
+                found.append(f"another command than deployed: {difference}")
         elif self.active():
-            found.append(f"{self.unit.name} runs, and did not before the sweep")
+            found.append("a running service that did not run before the sweep")
         return found
 
     def restore(self) -> None:

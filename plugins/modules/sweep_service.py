@@ -214,13 +214,13 @@ def restored(service: SweptService, params: dict[str, Any], check: bool) -> dict
     found, leftovers = service.wrong(), service.leftovers()
     if found and not check:
         service.restore()
-    told = "; ".join(found) or "nothing to restore"
+    told = f"{'would put' if check else 'put'} right: {'; '.join(found)}" if found else "nothing to restore"
     return {
         "changed": bool(found),
         "found": found,
         "leftovers": leftovers,
         "released": not check,
-        "lines": [] if params["token"] else [f"found {told}" if found else told],
+        "lines": [] if params["token"] else [told],
     }
 
 

@@ -250,6 +250,16 @@ def test_restoring_removes_everything_and_restarts_the_deployed_command(host: Ho
     assert host.loaded == DEPLOYED
 
 
+def test_what_is_wrong_is_named(host: Host) -> None:
+    host.take()
+    assert host.service.wrong() == ["a sweep's lease, svc-sweep-lease.timer"]
+    host.apply()
+    assert host.service.wrong() == [
+        f"a sweep's drop-in, {host.service.dropin}",
+        "a sweep's lease, svc-sweep-lease.timer",
+    ]
+
+
 def test_restoring_keeps_drop_ins_of_others(host: Host) -> None:
     host.take()
     host.apply()
@@ -290,7 +300,7 @@ def test_a_baseline_that_does_not_start_keeps_the_lease(host: Host) -> None:
 
 def test_a_process_that_runs_something_else_is_wrong(host: Host) -> None:
     host.run(TRIAL)
-    assert host.service.wrong() == ["svc.service: argument 2 is '8', expected '16'"]
+    assert host.service.wrong() == ["another command than deployed: argument 2 is '8', expected '16'"]
 
 
 @pytest.mark.parametrize(("was_active", "verb"), [(True, "restart"), (False, "stop")])
