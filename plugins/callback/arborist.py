@@ -37,6 +37,9 @@ QUIET = frozenset({"sweep_plan", "sweep_trial", "sweep_restore", "sweep_report",
 ROWS = frozenset({"sglang_ready", "sglang_measure"})
 
 
+DEBUG = frozenset({"debug", "ansible.builtin.debug"})
+
+
 class CallbackModule(Default):
     """The callback that Ansible loads."""
 
@@ -56,13 +59,14 @@ class CallbackModule(Default):
         return self._display.verbosity == 0 and role is not None and role.get_name() in QUIET
 
     def _idle(self, result: Any) -> bool:
-        """Whether this is a task of the client's installation that found nothing to do."""
+        """Whether this is a task that found nothing to do, of the client or of a role that a sweep's uses."""
         role = getattr(result.task, "_role", None)
-        return (
-            self._display.verbosity == 0
-            and role is not None
-            and role.get_name() == "sweep_client"
-            and not result.result.get("changed")
+        if self._display.verbosity > 0 or role is None or result.result.get("changed"):
+            return False
+        if result.task.action in DEBUG:
+            return False
+        return role.get_name() == "sweep_client" or any(
+            parent.get_name() in QUIET for parent in role.get_parents()
         )
 
     def _say(self, result: Any, color: str | None = None) -> None:
@@ -91,7 +95,7 @@ class CallbackModule(Default):
             return
         self._handle_warnings_and_exception(result)
         self._say(result, C.COLOR_ERROR if result.result.get("status") == "failed" else None)
-        if result.task.action == "ansible.builtin.debug":
+        if result.task.action in DEBUG:
             said = result.result.get("msg")
             for line in said if isinstance(said, list) else [said]:
                 self._display.display(str(line))

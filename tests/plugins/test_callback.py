@@ -36,7 +36,7 @@ from ansible.module_utils.basic import AnsibleModule
 module = AnsibleModule({"result": {"type": "dict", "default": {}}, "fail": {"type": "str"}})
 if module.params["fail"]:
     module.fail_json(msg=module.params["fail"], **module.params["result"])
-module.exit_json(changed=False, **module.params["result"])
+module.exit_json(**{"changed": False, **module.params["result"]})
 """
 
 
@@ -49,6 +49,9 @@ def play(tmp_path: Path) -> Play:
         folder = tmp_path / "roles" / role / "tasks"
         folder.mkdir(parents=True)
         (folder / "main.yml").write_text(tasks)
+        helper = tmp_path / "roles" / "helper" / "tasks"
+        helper.mkdir(parents=True)
+        (helper / "main.yml").write_text(HELPER)
         (tmp_path / "library").mkdir()
         for name in ("sweep_service", "sglang_ready", "sweep_record"):
             (tmp_path / "library" / f"{name}.py").write_text(MODULE)
@@ -63,6 +66,14 @@ def play(tmp_path: Path) -> Play:
     return run
 
 
+HELPER = """\
+- name: Idle
+  sweep_record: {}
+- name: Busy
+  sweep_record: {result: {changed: true}}
+- name: Tell
+  ansible.builtin.debug: {msg: worth knowing}
+"""
 TOLD = """\
 - name: An ok task
   sweep_record: {result: {lines: ["[1/2]  8:4  ok", "second"]}}
@@ -71,6 +82,8 @@ TOLD = """\
   sweep_record: {}
 - name: A host's own
   sweep_service: {result: {lines: [nothing to restore]}}
+- name: Another role
+  ansible.builtin.import_role: {name: helper}
 """
 
 
@@ -78,8 +91,11 @@ def test_a_sweeps_role_is_told_in_lines(play: Play) -> None:
     status, said = play("sweep_trial", TOLD)
     assert status == 0
     assert "\n[1/2]  8:4  ok\nsecond\nh1: nothing to restore\n" in said
-    assert "TASK" not in said
+    assert "A quiet task" not in said
     assert "PLAY RECAP" in said
+    assert "Idle" not in said, "a role that a sweep uses is told by what it changes"
+    assert "TASK [helper : Busy]" in said
+    assert "worth knowing" in said
 
 
 def test_other_roles_and_verbose_runs_are_as_ever(play: Play) -> None:
