@@ -18,7 +18,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ _SCRIPT = """\
 #!/bin/sh
 # The lease of a sweep ran out: give {unit} its deployed command back.
 rm -f {claim}
-if [ -e {dropin} ]; then
+if {dirty} || [ -e {dropin} ]; then
     rm -f {dropin}
     rmdir {folder} 2>/dev/null
     systemctl daemon-reload
@@ -65,13 +65,17 @@ systemctl daemon-reload
 
 @dataclass(frozen=True)
 class Claim:
-    """Who sweeps this service. ``token`` names the controller's process."""
+    """Who sweeps this service. ``token`` names the controller's process.
+
+    ``dirty`` once the service's process may run something else than the deployed command.
+    """
 
     token: str
     study: str
     controller: str
     started_at: str
     was_active: bool
+    dirty: bool
     expires_at: float
 
 
@@ -150,7 +154,7 @@ class SweptService:
             raise Taken(f"{self.unit.name} is being swept by {describe(holder)}", holder)
         before = self.claim()
         left = self.leftovers()
-        swept = self.dropin.exists()
+        swept = self.dropin.exists() or (before is not None and before.dirty)
         self._remove_dropin()
         if swept:
             self.unit.call("systemctl", "daemon-reload")
@@ -161,6 +165,7 @@ class SweptService:
             controller=controller,
             started_at=utc(time.time()),
             was_active=was_active,
+            dirty=swept,
             expires_at=0.0,
         )
         return self._arm(claim, lease_s), left
@@ -175,7 +180,7 @@ class SweptService:
         claim = self.mine(token)
         before = self.unit.show("InvocationID").get("InvocationID", "")
         _write(self.dropin, content, 0o644)
-        claim = self._arm(claim, lease_s)
+        claim = self._arm(replace(claim, dirty=True), lease_s)
         loaded = [part for argument in self.unit.command() for part in expand(argument, {})]
         difference = first_difference(command, loaded)
         if difference:
@@ -242,7 +247,7 @@ class SweptService:
     # --- parts ---
     def _arm(self, claim: Claim, lease_s: int) -> Claim:
         """Write claim and lease, load them, start the lease's clock anew."""
-        claim = Claim(**{**asdict(claim), "expires_at": round(time.time() + lease_s, 3)})
+        claim = replace(claim, expires_at=round(time.time() + lease_s, 3))
         deadline = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(claim.expires_at + 1))
         quoted = {
             "unit": shlex.quote(self.unit.name),
@@ -253,6 +258,7 @@ class SweptService:
             "service": shlex.quote(str(self.service)),
             "script": shlex.quote(str(self.script)),
             "lease": shlex.quote(self.lease),
+            "dirty": "true" if claim.dirty else "false",
             "verb": "restart" if claim.was_active else "stop",
         }
         _write(self.script, _SCRIPT.format(**quoted), 0o700)

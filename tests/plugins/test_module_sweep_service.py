@@ -318,7 +318,7 @@ def test_the_leases_script_restores_by_itself(host: Host, was_active: bool, verb
     stub.write_text(f'#!/bin/sh\necho "$*" >> {log}\n')
     stub.chmod(0o755)
     path = f"{stub.parent}:{os.environ['PATH']}"
-    subprocess.run(["/bin/sh", "-e", str(host.service.script)], check=True, env={"PATH": path})
+    subprocess.run(["/bin/sh", str(host.service.script)], check=True, env={"PATH": path})
     assert log.read_text().splitlines() == [
         "daemon-reload",
         "reset-failed svc.service",
@@ -329,12 +329,24 @@ def test_the_leases_script_restores_by_itself(host: Host, was_active: bool, verb
     assert host.service.leftovers() == []
 
 
-def test_the_leases_script_does_not_restart_a_service_without_a_drop_in(host: Host) -> None:
-    host.take()
-    script = host.service.script.read_text()
-    before, inside = script.split("if [ -e ", 1)
-    assert "systemctl" not in before
-    assert "systemctl restart svc.service\nfi\n" in inside
+@pytest.mark.parametrize(
+    ("applied", "restarts"), [(False, False), (True, True)], ids=["clean", "a trial's process, drop-in gone"]
+)
+def test_the_leases_script_restarts_what_may_run_another_command(
+    host: Host, applied: bool, restarts: bool
+) -> None:
+    host.take("first")
+    if applied:
+        host.apply("first")
+        host.take("second", from_token="first")
+    assert not host.service.dropin.exists()
+    stub = host.root / "bin" / "systemctl"
+    stub.parent.mkdir()
+    stub.write_text(f'#!/bin/sh\necho "$*" >> {host.root}/log\n')
+    stub.chmod(0o755)
+    path = f"{stub.parent}:{os.environ['PATH']}"
+    subprocess.run(["/bin/sh", str(host.service.script)], check=True, env={"PATH": path})
+    assert ("restart svc.service" in (host.root / "log").read_text()) is restarts
 
 
 def test_check_mode_looks_and_writes_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
