@@ -113,7 +113,7 @@ def test_the_unit_has_the_whole_command_on_one_line(rendered: dict[str, dict[str
     assert values(rendered["cpu"]["unit"])["ExecStart"] == (
         "/opt/sglang/current/bin/python -m sglang.launch_server --model-path /srv/models/target "
         "--host 127.0.0.1 --port 30000 --device cpu --dtype float32 --attention-backend torch_native "
-        "--sampling-backend pytorch --grammar-backend none --disable-cuda-graph --disable-overlap-schedule "
+        "--sampling-backend pytorch --grammar-backend none --disable-cuda-graph "
         "--speculative-algorithm DDTREE --speculative-draft-model-path /srv/models/draft "
         "--speculative-ddtree-budget 16 --speculative-ddtree-topk-cap 4"
     )
@@ -123,7 +123,7 @@ def test_text_values_and_overrides(rendered: dict[str, dict[str, Any]]) -> None:
     assert values(rendered["text"]["unit"])["ExecStart"] == (
         "/opt/sglang/current/bin/python -m sglang.launch_server --model-path /srv/models/target "
         "--host 127.0.0.1 --port 31000 --device cpu --dtype bfloat16 --attention-backend torch_native "
-        "--sampling-backend pytorch --grammar-backend none --disable-overlap-schedule "
+        "--sampling-backend pytorch --grammar-backend none "
         "--speculative-algorithm DDTREE --speculative-draft-model-path /srv/models/draft "
         "--speculative-dflash-block-size 8 "
         "--speculative-ddtree-budget 24 --speculative-ddtree-topk-cap 6"
