@@ -25,11 +25,8 @@ def activate() -> None:
     add(f"{native}.init_forward_metadata", attention.plan_verify, HookType.BEFORE)
     add(f"{native}.forward_extend", attention.forward_extend, HookType.AROUND)
     add("sglang.srt.entrypoints.engine._set_envs_and_config", boot.after_environment, HookType.AFTER)
-    add(
-        "sglang.srt.entrypoints.http_server._execute_server_warmup",
-        boot.warm_up_without_delay,
-        HookType.AROUND,
-    )
+    # Not _execute_server_warmup itself: that one is bound as a default argument before any hook is applied.
+    add("sglang.srt.entrypoints.http_server._wait_and_warmup", boot.warm_up_without_delay, HookType.AROUND)
     add(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
         boot.stop_without_delay,
