@@ -3,12 +3,16 @@
 # Needs root on a Debian-family machine; everything else it brings itself. The host is taken down at the end,
 # whatever the end; its disk, the template and the wheels stay in the cache, so that a second run is quick.
 #
-#   GRID=quick TOKENS=128 make demo          another grid (default: seed), longer answers (default: 64 tokens)
+#   GRID=quick TOKENS=128 make demo   another grid (default: seed), longer answers (default: 64 tokens)
+#   FRESH=1 make demo                 measure every row again; otherwise rows that an earlier demo measured with the
+#                                     same engine, command, environment and prompts are kept, and said to be
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 grid=${GRID:-seed}
 tokens=${TOKENS:-64}
+sweep=(-e "grid=$grid" -e "sweep_tokens=$tokens")
+[[ -n ${FRESH-} ]] || sweep+=(-e "sweep_study=demo-$tokens" -e sweep_resume=true)
 host=demo1
 address=10.90.0.11
 hosts=(testhosts/testhosts)
@@ -28,6 +32,6 @@ step "Host $host"
 
 step "ansible-playbook -i inventory/demo deploy.yml"
 ansible-playbook -i inventory/demo deploy.yml
-step "ansible-playbook -i inventory/demo sweep.yml -e grid=$grid -e sweep_tokens=$tokens"
-ansible-playbook -i inventory/demo sweep.yml -e "grid=$grid" -e "sweep_tokens=$tokens"
+step "ansible-playbook -i inventory/demo sweep.yml ${sweep[*]}"
+ansible-playbook -i inventory/demo sweep.yml "${sweep[@]}"
 step "Done. The report: results/latest/report.md (and report.csv, trials.jsonl beside it)"

@@ -372,6 +372,9 @@ class TrialFact(Frozen):
     invocation_id: str | None = None
     phases: Phases | None = None
     measurement: Measurement | None = None
+    supersedes: list[FileName] = Field(
+        default_factory=list, description="trials of this host that this one replaces in the report"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TrialFact:

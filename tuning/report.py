@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from tuning.models import Configuration, TrialFact
+from tuning.resume import current
 from tuning.store import Study
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class Row:
 
 
 def rows(facts: Sequence[TrialFact]) -> list[Row]:
-    """One row a fact, in the order given, each compared with its own host's AR arm."""
+    """One row a fact that none replaces, in the order given, each compared with its own host's AR arm."""
+    facts = current(facts)
     return [_row(fact, _ar_of(facts, fact)) for fact in facts]
 
 
@@ -118,7 +120,7 @@ def best(study: Study | Sequence[TrialFact]) -> TrialFact | None:
     host's own AR rate (of plain tok/s when a host has no AR row), and the host with the
     highest tok/s gives the fact returned.
     """
-    facts = study.facts() if isinstance(study, Study) else list(study)
+    facts = current(study.facts() if isinstance(study, Study) else study)
     measured = [f for f in facts if f.status == "ok" and f.measurement is not None]
     if not measured:
         return None

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ try:
     from tuning.grid import GridError, parse_grid, to_json
     from tuning.models import FileName
     from tuning.prompts import Prompt, PromptError, load_prompts
+    from tuning.resume import same_workload
     from tuning.store import LATEST, StoreError, Study, open_study
 
     _STUDY: TypeAdapter[str] = TypeAdapter(FileName)
@@ -54,6 +57,12 @@ options:
     description: The study's name. Empty means the time, in UTC.
     type: str
     default: ""
+  resume:
+    description: >-
+      Go on with a study that has rows already, if its workload is the one planned. Without it such a study
+      is refused.
+    type: bool
+    default: false
   results_dir:
     description: The folder of studies.
     type: path
@@ -235,6 +244,17 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
             f"sweep_lease_seconds is {lease_seconds}; expected at least sweep_ready_timeout + {_ROOM_S} = "
             f"{ready_timeout + _ROOM_S}, or a slow start would be cut off by the lease"
         )
+    asked: dict[str, Any] = {
+        **workload,
+        "prompts": [prompt.id for prompt in prompts],
+        "prompts_sha256": hashlib.sha256(
+            json.dumps([prompt.model_dump(mode="json") for prompt in prompts]).encode()
+        ).hexdigest(),
+    }
+    if params["resume"] and not params["study"]:
+        problems.append(
+            "sweep_resume is set and sweep_study is not; expected the name of the study to go on with"
+        )
     name = params["study"] or now.strftime("%Y%m%dT%H%M%SZ")
     study = Study(Path(params["results_dir"]) / name)
     try:
@@ -244,10 +264,15 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
                 f"sweep_study is {LATEST!r}; that name is the link to the newest study, choose another"
             )
         there = {fact.host for fact in study.facts()} & set(params["hosts"])
-        if there:
+        if there and not params["resume"]:
             problems.append(
                 f"sweep_study is {name!r}, which already has rows of {', '.join(sorted(there))}; "
-                "choose another name"
+                "choose another name, or set sweep_resume to keep the rows that still stand"
+            )
+        elif there and (differences := same_workload(study.meta(), asked)):
+            problems.append(
+                f"sweep_study {name!r} was measured with another workload, so its rows can't be kept "
+                f"({'; '.join(differences)}); choose another name"
             )
     except ValidationError as error:
         problems.append(f"sweep_study: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
@@ -278,7 +303,7 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
                 "hosts": params["hosts"],
                 "grid": params["grid"],
                 "configurations": rows,
-                "workload": {**workload, "prompts": [prompt.id for prompt in prompts]},
+                "workload": asked,
             },
         },
         "lines": plan_lines(
@@ -295,6 +320,7 @@ def main() -> None:
             "arms": {"type": "raw", "default": ["ar", "chain"]},
             "base": {"type": "path", "required": True},
             "study": {"type": "str", "default": ""},
+            "resume": {"type": "bool", "default": False},
             "results_dir": {"type": "path", "required": True},
             "hosts": {"type": "list", "elements": "str", "required": True},
             "levels": {"type": "raw", "default": [1]},

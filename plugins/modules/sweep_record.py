@@ -15,6 +15,7 @@ try:
 
     from tuning import report
     from tuning.models import Failure, TrialFact
+    from tuning.resume import current
     from tuning.store import StoreError, Study
 
     TUNING_ERROR: str | None = None
@@ -70,6 +71,11 @@ options:
   failed:
     description: The result of the module that failed.
     type: dict
+  supersedes:
+    description: Trials of this host that this one replaces; from M(sweep_standing).
+    type: list
+    elements: str
+    default: []
 """
 
 EXAMPLES = r"""
@@ -123,10 +129,11 @@ def fact(params: dict[str, Any], now: str) -> TrialFact:
     invocation = applied.get("invocation_id") or None
     ready = params["ready"] if params["ready"].get("invocation_id") == invocation else {}
     phases = (failed or {}).get("phases") or ready.get("phases")
+    again = f"-{len(params['supersedes']) + 1}" if params["supersedes"] else ""
     return TrialFact.model_validate(
         {
             "study": plan["study"],
-            "trial": f"{params['position']:02d}-{configuration['id']}",
+            "trial": f"{params['position']:02d}-{configuration['id']}{again}",
             "host": params["host"],
             "started_at": applied.get("started_at") or now,
             "finished_at": now,
@@ -138,6 +145,7 @@ def fact(params: dict[str, Any], now: str) -> TrialFact:
             "invocation_id": invocation,
             "phases": phases,
             "measurement": params["measurement"],
+            "supersedes": params["supersedes"],
         }
     )
 
@@ -171,7 +179,7 @@ def row_lines(row: report.Row, position: int, plan: dict[str, Any], path: Path, 
 
 def report_row(study: Study, made: TrialFact) -> report.Row:
     """The row of ``made`` as the report shows it."""
-    facts = study.facts()
+    facts = current(study.facts())
     index = next(i for i, f in enumerate(facts) if (f.host, f.trial) == (made.host, made.trial))
     return report.rows(facts)[index]
 
@@ -190,6 +198,7 @@ def main() -> None:
             "ready": {"type": "dict", "default": {}},
             "measurement": {"type": "dict"},
             "failed": {"type": "dict"},
+            "supersedes": {"type": "list", "elements": "str", "default": []},
         },
         required_one_of=[("measurement", "failed")],
         mutually_exclusive=[("measurement", "failed")],

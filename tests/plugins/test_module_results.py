@@ -215,3 +215,33 @@ def test_a_measurement_that_failed_keeps_its_class(run_module: Run, monkeypatch:
     workload = {"prompts": [{"id": "p", "category": "c", "text": "t"}], "levels": [1], "max_tokens": 8}
     result = run_module(module, unit="svc", base_url="u", invocation_id="i1", workload=workload)
     assert (result["failed"], result["failure"], result["invocation_id"]) == (True, FAILURE, "i1")
+
+
+def test_a_row_measured_again_replaces_the_one_that_failed(run_module: Run, plan: dict[str, Any]) -> None:
+    """The failed row is to be measured again, the AR row stands; afterwards both stand."""
+    engine = {"release": "r1", "versions": {"sglang": "0.5.23"}, "environment_sha256": "e1"}
+    ar = row(plan, "ar", 1, measurement=measurement(65.0, "ar")) | {"engine": engine}
+    tree = row(plan, "8:4", 2) | {"engine": engine}
+    run_module(load("sweep_record"), **ar)
+    run_module(load("sweep_record"), **tree, failed={"failure": FAILURE})
+    ids = [told["configuration"]["id"] for told in (ar, tree)]
+    asked = {
+        "plan": plan,
+        "host": "h1",
+        "commands": {key: ["python", "-m", "x"] for key in ids},
+        "engine": engine,
+    }
+    found = run_module(load("sweep_standing"), **asked)
+    assert found["kept"] == [ids[0]]
+    assert found["superseded"] == {ids[1]: [f"02-{ids[1]}"]}
+    assert "kept 1 of 2 rows" in found["lines"][0]
+    run_module(
+        load("sweep_record"),
+        **tree,
+        measurement=measurement(195.0),
+        supersedes=found["superseded"][ids[1]],
+    )
+    assert run_module(load("sweep_standing"), **asked)["kept"] == ids
+    said = "\n".join(run_module(load("sweep_report"), study_dir=plan["study_dir"])["lines"])
+    assert "draft_missing" not in said
+    assert "195.0" in said

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.plugins.support import load
+from tuning.store import Study
 
 NOW = datetime(2026, 3, 1, 12, 30, 5, tzinfo=UTC)
 
@@ -26,6 +27,7 @@ def told(tmp_path: Path) -> dict[str, Any]:
         "arms": ["ar", "chain"],
         "base": str(tmp_path),
         "study": "",
+        "resume": False,
         "results_dir": str(tmp_path / "results"),
         "hosts": ["h1"],
         "levels": [1],
@@ -120,9 +122,33 @@ def test_a_study_that_has_rows_of_the_host_is_refused(
 ) -> None:
     measured("s1", "h1", "ar", 65.0, seconds=40)
     _, problems = module.plan(told | {"study": "s1"}, NOW)
-    assert problems == ["sweep_study is 's1', which already has rows of h1; choose another name"]
+    assert problems == [
+        "sweep_study is 's1', which already has rows of h1; choose another name, or set sweep_resume to keep "
+        "the rows that still stand"
+    ]
     _, problems = module.plan(told | {"study": "s1", "hosts": ["h2"]}, NOW)
     assert problems == []
+
+
+def test_a_study_is_gone_on_with_when_its_workload_is_the_planned_one(
+    module: ModuleType, told: dict[str, Any], measured: Any
+) -> None:
+    measured("s1", "h1", "ar", 65.0)
+    again = told | {"study": "s1", "resume": True}
+    made, problems = module.plan(again, NOW)
+    assert len(problems) == 1
+    assert "study.json has none" in problems[0]
+    Study(Path(told["results_dir"]) / "s1").write_meta(made["record"]["meta"])
+    assert module.plan(again, NOW)[1] == []
+    _, problems = module.plan(again | {"tokens": 77}, NOW)
+    assert "another workload" in problems[0]
+    assert "max_tokens: the study has 128, this sweep 77" in problems[0]
+
+
+def test_going_on_needs_a_study_s_name(module: ModuleType, told: dict[str, Any]) -> None:
+    _, problems = module.plan(told | {"resume": True}, NOW)
+    assert len(problems) == 1
+    assert "sweep_resume is set and sweep_study is not" in problems[0]
 
 
 def test_the_estimate_goes_by_the_newest_study(
