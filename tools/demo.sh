@@ -5,14 +5,16 @@
 #
 #   GRID=quick TOKENS=128 make demo   another grid (default: seed), longer answers (default: 64 tokens)
 #   FRESH=1 make demo                 measure every row again; otherwise rows that an earlier demo measured with the
-#                                     same engine, command, environment and prompts are kept, and said to be
+#                                     same engine, command, environment and measurement are kept, and said to be
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 grid=${GRID:-seed}
 tokens=${TOKENS:-64}
 sweep=(-e "grid=$grid" -e "sweep_tokens=$tokens")
-[[ -n ${FRESH-} ]] || sweep+=(-e "sweep_study=demo-$tokens" -e sweep_resume=true)
+# What measures the rows is part of the study's name: rows of an older measurement are not gone on with.
+measure=$(cat tuning/*.py tuning/data/* | sha256sum | cut -c1-6)
+[[ -n ${FRESH-} ]] || sweep+=(-e "sweep_study=demo-$tokens-$measure" -e sweep_resume=true)
 host=demo1
 address=10.90.0.11
 hosts=(testhosts/testhosts)

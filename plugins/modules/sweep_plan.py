@@ -199,7 +199,12 @@ def seconds_a_row(results_dir: Path) -> tuple[float, str] | None:
 
 
 def plan_lines(
-    study: str, labels: Sequence[str], hosts: Sequence[str], estimate: tuple[float, str] | None, limit_s: int
+    study: str,
+    labels: Sequence[str],
+    hosts: Sequence[str],
+    estimate: tuple[float, str] | None,
+    limit_s: int,
+    resume: bool = False,
 ) -> list[str]:
     """The plan for a person: the rows, and how long they will take."""
     rows = f"{len(labels)} row{'s' if len(labels) != 1 else ''}"
@@ -214,6 +219,7 @@ def plan_lines(
         minutes = math.ceil(len(labels) * estimate[0] / 30) / 2
         lines.append(
             f"Estimated time: about {minutes:g} min ({estimate[0]:.0f} s a row in study {estimate[1]})"
+            + (", less the rows that are kept" if resume else "")
         )
     return lines
 
@@ -257,6 +263,7 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
         )
     name = params["study"] or now.strftime("%Y%m%dT%H%M%SZ")
     study = Study(Path(params["results_dir"]) / name)
+    there: set[str] = set()
     try:
         _STUDY.validate_python(name)
         if name == LATEST:
@@ -307,7 +314,12 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
             },
         },
         "lines": plan_lines(
-            name, labels, params["hosts"], seconds_a_row(Path(params["results_dir"])), ready_timeout
+            name,
+            labels,
+            params["hosts"],
+            seconds_a_row(Path(params["results_dir"])),
+            ready_timeout,
+            resume=bool(there),
         ),
     }, problems
 

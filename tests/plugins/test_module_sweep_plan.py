@@ -139,7 +139,9 @@ def test_a_study_is_gone_on_with_when_its_workload_is_the_planned_one(
     assert len(problems) == 1
     assert "study.json has none" in problems[0]
     Study(Path(told["results_dir"]) / "s1").write_meta(made["record"]["meta"])
-    assert module.plan(again, NOW)[1] == []
+    made, problems = module.plan(again, NOW)
+    assert problems == []
+    assert made["lines"][-1].endswith(", less the rows that are kept")
     _, problems = module.plan(again | {"tokens": 77}, NOW)
     assert "another workload" in problems[0]
     assert "max_tokens: the study has 128, this sweep 77" in problems[0]
