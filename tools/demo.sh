@@ -37,3 +37,5 @@ ansible-playbook -i inventory/demo deploy.yml
 step "ansible-playbook -i inventory/demo sweep.yml ${sweep[*]}"
 ansible-playbook -i inventory/demo sweep.yml "${sweep[@]}"
 step "Done. The report: results/latest/report.md (and report.csv, trials.jsonl beside it)"
+echo "To play with the host: . .venv/bin/activate; testhosts/testhosts up $host=$address" \
+    "--bind $(<.venv/wheelhouse):/srv/wheelhouse --bind $PWD/models/demo:/srv/models"

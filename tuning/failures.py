@@ -10,6 +10,8 @@ from tuning.models import Failure, FailureKind
 from tuning.units import UnitState
 
 TAIL_LINES = 40
+#: A line of argparse's usage: its first, or one that goes on with flags.
+_USAGE = re.compile(r"usage: |\s{8,}\[--")
 TAIL_WIDTH = 400
 
 #: SIGKILL; SGLang also kills its own process tree with it after a failure, so it says little alone.
@@ -172,9 +174,8 @@ def classify(journal_lines: Sequence[str], unit_state: UnitState | None = None) 
     unit ended decides. ``journal_tail`` keeps the last 40 lines, each at most 400 characters.
     """
     lines = [line for text in journal_lines for line in text.splitlines() if line.strip()]
-    kept = [_cut(line) for line in lines[-TAIL_LINES:]]
     failure = _cause(lines) or _by_state(lines, unit_state)
-    return failure.model_copy(update={"journal_tail": kept})
+    return failure.model_copy(update={"journal_tail": _tail(lines)})
 
 
 def stuck(journal_lines: Sequence[str]) -> Failure | None:
@@ -186,7 +187,12 @@ def stuck(journal_lines: Sequence[str]) -> Failure | None:
     found = _cause(lines)
     if found is None or found.kind != "port_in_use":
         return None
-    return found.model_copy(update={"journal_tail": [_cut(line) for line in lines[-TAIL_LINES:]]})
+    return found.model_copy(update={"journal_tail": _tail(lines)})
+
+
+def _tail(lines: Sequence[str]) -> list[str]:
+    """The last lines, without the hundreds of a parser's list of all flags."""
+    return [_cut(line) for line in lines if not _USAGE.match(line)][-TAIL_LINES:]
 
 
 def _cause(lines: Sequence[str]) -> Failure | None:

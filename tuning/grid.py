@@ -22,6 +22,8 @@ HOW = (
     "write budget:topk items such as '8:4, 16:4', a preset (" + ", ".join(PRESETS) + "), "
     "a list, {budget: [...], topk: [...]}, or the path of a .yml or .json file"
 )
+#: Ansible parts the words of -e KEY=VALUE at spaces; a grid that was cut is not to pass for a short one.
+QUOTE = "with -e, a grid with spaces needs quotes inside quotes: -e 'grid=\"8:4, 16:4\"'"
 _BASELINES = {"ar": Configuration(arm="ar"), "chain": Configuration(arm="chain")}
 _ITEM_KEYS = ("arm", "budget", "topk", "extra")
 _SCALARS = (str, bool, int, float, type(None))
@@ -66,7 +68,9 @@ def parse_grid(
 
 
 def _baselines(arms: str | Sequence[str]) -> list[Configuration]:
-    names = re.split(r"[,\s]+", arms.strip()) if isinstance(arms, str) else list(arms)
+    # Also a list as text, which is what -e sweep_arms=[] gives.
+    text = arms.strip().removeprefix("[").removesuffix("]").strip() if isinstance(arms, str) else None
+    names = list(arms) if text is None else re.split(r"[,\s]+", text)
     made = []
     for name in names:
         if name in _BASELINES:
@@ -110,8 +114,10 @@ def _from_text(text: str, base: Path | None, depth: int) -> list[Configuration]:
 def _split(text: str) -> list[str]:
     """Items between commas, semicolons or line breaks; spaces also part items that carry a colon."""
     parts = [part.strip() for part in re.split(r"[,;\n]", text)]
-    if parts and parts[-1] == "":
-        parts.pop()  # a trailing separator is no item
+    if len(parts) > 1 and parts[-1] == "":
+        if not re.search(r"\s", text):  # a grid that was cut at its first space has none
+            raise GridError(f"the grid {text!r} ends with a separator, as if its rest were lost; {QUOTE}")
+        parts.pop()
     items: list[str] = []
     for part in parts:
         words = part.split()
@@ -149,7 +155,7 @@ def _load(text: str, what: str) -> object:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         first = str(error).strip().splitlines() or ["unreadable"]
-        raise GridError(f"{what} is neither YAML nor JSON: {first[0][:120]}; {HOW}") from error
+        raise GridError(f"{what} is neither YAML nor JSON: {first[0][:120]}; {HOW}; {QUOTE}") from error
 
 
 def _from_mapping(spec: Mapping[Any, Any]) -> list[Configuration]:
@@ -198,7 +204,8 @@ def _text_item(item: str, name: str) -> Configuration:
     values = dict(zip(("budget", "topk"), parts, strict=False))
     for key in ("budget", "topk"):
         if not values.get(key):
-            raise GridError(f"{name}: {key} is missing; {example}")
+            cut = f"; {QUOTE}" if len(parts) == 1 and ":" not in text else ""
+            raise GridError(f"{name}: {key} is missing; {example}{cut}")
     budget, topk = (_whole(values[key], key, name) for key in ("budget", "topk"))
     return Configuration(arm="tree", budget=budget, topk=topk)
 

@@ -99,13 +99,13 @@ class Workload:
         if not self.prompts:
             raise ValueError("the workload has no prompt; check sweep_prompts and sweep_prompt_limit")
         if not self.levels or any(level < 1 for level in self.levels):
-            raise ValueError(
-                f"levels are {list(self.levels)}; sweep_levels takes concurrencies of at least 1"
-            )
+            raise ValueError(f"levels are {list(self.levels)}; expected 1 or more (sweep_levels, --levels)")
         if len(set(self.levels)) != len(self.levels):
-            raise ValueError(f"levels {list(self.levels)} repeat; sweep_levels takes each concurrency once")
+            raise ValueError(
+                f"levels {list(self.levels)} repeat; expected each once (sweep_levels, --levels)"
+            )
         if self.max_tokens < 2:
-            raise ValueError(f"max_tokens is {self.max_tokens}; sweep_tokens must be at least 2")
+            raise ValueError(f"max_tokens is {self.max_tokens}; expected at least 2 (sweep_tokens, --tokens)")
 
 
 def measure(unit: str | None, base_url: str, workload: Workload, api_key: str | None = None) -> Measurement:

@@ -33,12 +33,16 @@ ARMS: tuple[Arm, ...] = ("ar", "chain", "tree")
 Scalar = bool | int | float | str | None
 FlagValue = Scalar | list[bool | int | float | str]
 
-#: Flags that say which arm runs or where it listens; a configuration sets them through its own
-#: fields, so an ``extra`` that carries one would contradict them.
+#: Flags that say which arm runs, of which target, or where it listens; a configuration sets the first through
+#: its own fields, and a study compares configurations of one service.
 RESERVED_FLAGS = frozenset(
     {
+        "config",
         "host",
+        "model",
+        "model-path",
         "port",
+        "revision",
         "speculative-algorithm",
         "speculative-ddtree-budget",
         "speculative-ddtree-topk-cap",
@@ -132,13 +136,16 @@ class Configuration(Frozen):
 
 def _check_flag(name: str, value: FlagValue) -> None:
     if name.lstrip("-") != name or "_" in name:
-        plain = name.lstrip("-").replace("_", "-")
+        plain = name.lstrip("-").replace("_", "-").lower()
         raise ValueError(f"extra flag {name!r}: write it without leading dashes, as {plain!r}")
     if not _FLAG.fullmatch(name):
         raise ValueError(f"extra flag {name!r} isn't a flag name; expected one such as 'page-size'")
-    if name in RESERVED_FLAGS:
+    # The engine's parser also takes a flag's beginning for the flag.
+    reserved = sorted(flag for flag in RESERVED_FLAGS if flag.startswith(name))
+    if reserved:
         raise ValueError(
-            f"extra flag {name!r} is set by the service or by arm, budget and topk; remove it from extra"
+            f"extra flag {name!r} means {reserved[0]!r}, which is set by the service or by arm, budget and "
+            "topk; remove it from extra"
         )
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not value:
@@ -188,6 +195,7 @@ FailureKind = Literal[
     "crashed",
     "busy",
     "request_failed",
+    "connection_lost",
 ]
 
 
@@ -305,7 +313,7 @@ class Level(Frozen):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    tok_s: float = Field(description="completion tokens of all requests / wall clock of the level")
+    tok_s: float = Field(ge=0, description="completion tokens of all requests / wall clock of the level")
     request_tok_s: Percentiles | None = Field(description="per request: completion tokens / end-to-end time")
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None

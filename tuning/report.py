@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 
 #: Rates closer than this are a tie, and a tie goes to the smaller tree.
 TIE = 0.01
+#: A single pass can be this far off, so rows this near to the best are named beside it.
+NOISE = 0.10
+
+#: Status of a row that was measured and whose output is wrong.
+DIFFERS = "differs"
 
 COLUMNS = ("row", "status", "tok/s", "accept length", "verify steps", "\u00d7 AR", "same as AR", "boot s")
 
 _CSV = (
     *("host", "row", "arm", "budget", "topk", "status", "tok_s", "accept_length", "verify_steps"),
-    *("times_ar", "same_as_ar", "prompts", "boot_s", "note"),
+    *("times_ar", "same_as_ar", "prompts", "boot_s", "note", "tok_s_by_concurrency"),
 )
 
 
@@ -44,6 +49,8 @@ class Row:
     same_as_ar: tuple[int, int] | None
     boot_s: float | None
     note: str
+    rates: dict[int, float]
+    """tok/s by concurrency; the lowest is ``tok_s``."""
 
     @property
     def label(self) -> str:
@@ -69,7 +76,7 @@ def _row(fact: TrialFact, ar: TrialFact | None) -> Row:
     return Row(
         host=fact.host,
         configuration=fact.configuration,
-        status=fact.status,
+        status=DIFFERS if fact.status == "ok" and differs(fact, ar) else fact.status,
         tok_s=rate,
         accept_length=acceptance.tau if acceptance else None,
         verify_steps=acceptance.steps if acceptance else None,
@@ -77,12 +84,26 @@ def _row(fact: TrialFact, ar: TrialFact | None) -> Row:
         same_as_ar=same_as_ar(fact, ar) if ar is not None else None,
         boot_s=fact.phases.boot_s if fact.phases is not None else None,
         note=note,
+        rates={x.concurrency: x.tok_s for x in fact.measurement.levels} if fact.measurement else {},
     )
 
 
 def tok_s(fact: TrialFact) -> float | None:
     """Tokens per second at the lowest level the fact measured; None for a fact without one."""
     return fact.measurement.lowest().tok_s if fact.measurement is not None else None
+
+
+def differs(fact: TrialFact, ar: TrialFact | None) -> bool:
+    """Whether the fact's greedy output is not the AR arm's though it must be, so that the row can't win.
+
+    In float32 every prompt must be the same. In lower precision kernels of another width round otherwise, and
+    single prompts may part; where not one of several is the same, it is not rounding.
+    """
+    same = same_as_ar(fact, ar) if ar is not None else None
+    if same is None or fact.measurement is None:
+        return False
+    exact = fact.measurement.server.get("dtype") == "float32"
+    return same[0] < same[1] if exact else same[0] == 0 and same[1] > 2
 
 
 def _ar_of(facts: Sequence[TrialFact], fact: TrialFact) -> TrialFact | None:
@@ -92,6 +113,7 @@ def _ar_of(facts: Sequence[TrialFact], fact: TrialFact) -> TrialFact | None:
         for f in facts
         if f.host == fact.host
         and f.configuration.arm == "ar"
+        and not f.configuration.extra
         and f.status == "ok"
         and f.measurement is not None
         and (fact.measurement is None or f.measurement.workload.digest == fact.measurement.workload.digest)
@@ -112,7 +134,7 @@ def same_as_ar(fact: TrialFact, ar: TrialFact) -> tuple[int, int] | None:
 
 
 def best(study: Study | Sequence[TrialFact]) -> TrialFact | None:
-    """The ``ok`` fact to promote, or None when no row is ok.
+    """The ``ok`` fact to promote, or None when no row is ok. One whose output differs is not.
 
     Highest tok/s at the lowest level measured; rates within 1 % of the highest tie, and the tie goes to the
     smaller budget, then the smaller topk (an arm without a tree counts as 0). With several hosts a
@@ -121,7 +143,11 @@ def best(study: Study | Sequence[TrialFact]) -> TrialFact | None:
     highest tok/s gives the fact returned.
     """
     facts = current(study.facts() if isinstance(study, Study) else study)
-    measured = [f for f in facts if f.status == "ok" and f.measurement is not None]
+    measured = [
+        f
+        for f in facts
+        if f.status == "ok" and f.measurement is not None and not differs(f, _ar_of(facts, f))
+    ]
     if not measured:
         return None
     base = {f.host: _ar_of(facts, f) for f in measured}
@@ -162,7 +188,9 @@ def doubts(facts: Sequence[TrialFact]) -> list[str]:
     smaller; and greedy output doesn't depend on speculation, up to rounding where precision is low.
     """
     found = []
-    made = [row for row in rows(facts) if row.status == "ok"]
+    made = [row for row in rows(facts) if row.status in ("ok", DIFFERS)]
+    if made and all(row.same_as_ar is None for row in made):
+        found.append("no autoregressive row: nothing says that the outputs are right")
     for row in made:
         if row.same_as_ar is not None and row.same_as_ar[0] < row.same_as_ar[1]:
             same, of = row.same_as_ar
@@ -190,7 +218,7 @@ def _nests(small: Row, large: Row) -> bool:
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, levels: Sequence[int]) -> list[str]:
     same = f"{row.same_as_ar[0]}/{row.same_as_ar[1]}" if row.same_as_ar else ""
     status = row.status
     if row.note and row.status != "ok":
@@ -198,7 +226,7 @@ def _cells(row: Row) -> list[str]:
     return [
         row.label,
         status,
-        _number(row.tok_s, 1),
+        *(_number(row.rates.get(level), 1) for level in levels or (0,)),
         _number(row.accept_length, 2),
         "" if row.verify_steps is None else str(row.verify_steps),
         _number(row.times_ar, 2),
@@ -216,23 +244,82 @@ def _lines(study: Study) -> tuple[tuple[str, ...], list[tuple[Row, list[str]]], 
     contents = study.read()
     made = rows(contents.facts)
     many = len({row.host for row in made}) > 1
-    columns = ("host", *COLUMNS) if many else COLUMNS
-    cells = [(row, [row.host, *_cells(row)] if many else _cells(row)) for row in made]
-    return columns, cells, best(contents.facts), [*doubts(contents.facts), *contents.problems]
+    levels = sorted({level for row in made for level in row.rates})
+    columns: list[str] = ["host"] if many else []
+    for name in COLUMNS:
+        # One level needs no name; of several each gets its column, and rows are compared by the lowest.
+        split = name == "tok/s" and len(levels) > 1
+        columns += [f"tok/s @{level}" for level in levels] if split else [name]
+    cells = [(row, [*([row.host] if many else []), *_cells(row, levels)]) for row in made]
+    said = [*_near(contents.facts), *_measured(contents.facts), *doubts(contents.facts), *contents.problems]
+    return tuple(columns), cells, best(contents.facts), said
+
+
+def _near(facts: Sequence[TrialFact]) -> list[str]:
+    """Which rows one more pass might have put first."""
+    winner = best(facts)
+    made = [row for row in rows(facts) if winner is not None and row.host == winner.host]
+    top = tok_s(winner) if winner is not None else None
+    near = [
+        row.label
+        for row in made
+        if row.status == "ok" and top and row.tok_s and row.tok_s >= top * (1 - NOISE)
+        if winner is not None and row.configuration.id != winner.configuration.id
+    ]
+    if not near:
+        return []
+    return [f"within {NOISE:.0%} of it, which one pass a row does not tell apart: {', '.join(near)}"]
+
+
+def _measured(facts: Sequence[TrialFact]) -> list[str]:
+    """What was asked of what, once for the study; rows of another workload are counted apart."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for fact in current(facts):
+        made = fact.measurement
+        if made is None:
+            continue
+        asked, server = made.workload, made.server
+        prompts = len(asked.prompts)
+        at = ", ".join(map(str, sorted(asked.levels)))
+        engine = " ".join(str(server[key]) for key in ("dtype", "device") if server.get(key))
+        version = f"; SGLang {server['version']}" if server.get("version") else ""
+        found[
+            f"{prompts} prompt{'s' if prompts != 1 else ''} of {asked.max_tokens} tokens, concurrency {at}"
+            f"{version}{' ' + engine if engine else ''}"
+        ].append(fact.finished_at)
+    return [f"measured: {what}; {min(when)[:16]} to {max(when)[:16]} UTC" for what, when in found.items()]
 
 
 def table(study: Study) -> Table:
     """The study as a rich table; the winner's row is bold, failed rows are red."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     columns, lines, winner, problems = _lines(study)
-    made = Table(title=f"study {study.name}", caption="\n".join(_captions(lines, winner, problems)))
-    for name in columns:
-        made.add_column(name, justify="left" if name in ("host", "row", "status") else "right")
+    made = Table(
+        title=f"study {study.name}",
+        caption="\n".join(_captions(lines, winner, problems)),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for column, name in enumerate(columns):
+        left = name in ("host", "row", "status")
+        # Figures may not be cut; what a row is called may go on in the next line.
+        least = max((min(len(cells[column]), 20) for _, cells in lines), default=0) if left else None
+        made.add_column(
+            name,
+            justify="left" if left else "right",
+            overflow="fold",
+            no_wrap=not left,
+            min_width=max(least, len(name)) if least is not None else None,
+        )
     for row, cells in lines:
         won = winner is not None and row.configuration.id == winner.configuration.id
-        style = "bold green" if won else "red" if row.status == "failed" else ""
+        style = "bold green" if won else "red" if row.status in ("failed", DIFFERS) else ""
         made.add_row(*(Text(cell) for cell in cells), style=style)
     return made
 
@@ -267,8 +354,9 @@ def csv(study: Study) -> str:
         made = row.configuration
         same = row.same_as_ar or (None, None)
         values = (row.tok_s, row.accept_length, row.verify_steps, row.times_ar, *same, row.boot_s)
+        rates = " ".join(f"{level}:{rate}" for level, rate in sorted(row.rates.items()))
         writer.writerow(
-            (row.host, row.label, made.arm, made.budget, made.topk, row.status, *values, row.note)
+            (row.host, row.label, made.arm, made.budget, made.topk, row.status, *values, row.note, rates)
         )
     return out.getvalue()
 

@@ -97,7 +97,7 @@ def parse_show(text: str, unit: str) -> UnitState:
     if load != "loaded":
         raise UnitError(
             f"unit {unit} is {load or 'unknown'} to systemd; expected a loaded unit, "
-            "check sglang_service_name"
+            "check its name (sglang_service_name)"
         )
 
     def number(key: str) -> int:

@@ -37,6 +37,9 @@ QUIET = frozenset({"sweep_plan", "sweep_trial", "sweep_restore", "sweep_report",
 ROWS = frozenset({"sglang_ready", "sglang_measure"})
 
 
+SPECS = frozenset({"validate_argument_spec", "ansible.builtin.validate_argument_spec"})
+VALUES = """With -e, a list or a mapping is given as JSON: -e '{"sglang_engine_args": {"page-size": 1}}'"""
+
 DEBUG = frozenset({"debug", "ansible.builtin.debug"})
 
 
@@ -103,14 +106,23 @@ class CallbackModule(Default):
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
         """Print the message of a task that failed; a trial's failure is told by its row."""
         if not self._quiet(result.task):
-            super().v2_runner_on_failed(result, ignore_errors)
+            if result.task.action in SPECS and self._display.verbosity == 0:
+                # The message says what is wrong; the whole specification beside it hides that.
+                said = result.result.get("msg") or "the arguments do not fit the role"
+                hint = f"\n{VALUES}" if "unable to convert" in said else ""
+                self._fatal(result, f"{said}{hint}")
+            else:
+                super().v2_runner_on_failed(result, ignore_errors)
             return
         told_by_its_row = (
             result.task.action in ROWS and result.task._role.get_name() == "sweep_trial"
         ) and not result.result.get("abort")
         if not told_by_its_row:
             said = result.result.get("msg") or self._dump_results(result.result)
-            self._display.display(f"fatal: [{self.host_label(result)}]: {said}", color=C.COLOR_ERROR)
+            self._fatal(result, said)
+
+    def _fatal(self, result: Any, said: str) -> None:
+        self._display.display(f"fatal: [{self.host_label(result)}]: {said}", color=C.COLOR_ERROR)
 
     def v2_runner_on_unreachable(self, result: Any) -> None:
         """Print that a host is gone; what it will do by itself is said at the end."""

@@ -224,6 +224,7 @@ def sglang_effective_configuration(
     fact: Any = None,
     promotion: Mapping[str, Any] | None = None,
     service: str | None = None,
+    keep: bool = True,
 ) -> dict[str, Any]:
     """What the host should run. This is the one place that decides between inventory and promotion.
 
@@ -232,7 +233,8 @@ def sglang_effective_configuration(
     with the study that proved it, when one is being promoted now.
 
     A promotion stays in force while the inventory asks for what it asked for at the time of the promotion
-    (``superseded``). Once the inventory has changed, it wins, and ``dropped`` tells which promotion went.
+    (``superseded``). Once the inventory has changed, or ``keep`` is False, the inventory wins, and
+    ``dropped`` tells which promotion went.
     Returns ``configuration``, ``source`` (``inventory`` or ``promotion``), ``promoted`` and ``dropped``.
     """
     wanted = _load(inventory, "inventory")
@@ -251,7 +253,7 @@ def sglang_effective_configuration(
             before = _plain(fact.get("promoted"))
     if not before:
         return {"configuration": wanted, "source": "inventory", "promoted": None, "dropped": None}
-    if _load(before["superseded"], "local fact")["id"] != wanted["id"]:
+    if not keep or _load(before["superseded"], "local fact")["id"] != wanted["id"]:
         return {"configuration": wanted, "source": "inventory", "promoted": None, "dropped": before}
     configuration = _load(before["configuration"], "local fact")
     return {"configuration": configuration, "source": "promotion", "promoted": before, "dropped": None}

@@ -12,21 +12,21 @@ _PLAYBOOK = "ansible-playbook"
 
 
 def token(start: int | None = None, proc: Path = Path("/proc")) -> str:
-    """A name for the ansible-playbook process above ``start``: this boot, its id and its start time.
+    """A name for the ansible-playbook process above ``start``: this machine, its id and its start time.
 
     Where there is no ``/proc`` to look at, a name that no one can find again.
     """
     pid = _playbook(os.getpid() if start is None else start, proc)
     started = _stat(pid, proc)[1] if pid else ""
-    if not pid or not started:
+    if not pid or not started or not _machine(proc):
         return f"unknown-{uuid.uuid4().hex}"
-    return f"{_boot(proc)}-{pid}-{started}"
+    return f"{_machine(proc)}-{pid}-{started}"
 
 
 def gone(other: str, proc: Path = Path("/proc")) -> bool:
     """Whether the process that ``other`` names ran on this machine and is no more."""
-    boot, pid, started = [*other.rsplit("-", 2), "", ""][:3]
-    if not boot or boot != _boot(proc) or not pid.isdigit():
+    machine, pid, started = [*other.rsplit("-", 2), "", ""][:3]
+    if not machine or machine != _machine(proc) or not pid.isdigit():
         return False
     return _stat(int(pid), proc)[1] != started
 
@@ -37,11 +37,17 @@ def describe(start: int | None = None, proc: Path = Path("/proc")) -> str:
     return f"{getpass.getuser()}@{socket.gethostname()}" + (f", process {pid}" if pid else "")
 
 
-def _boot(proc: Path) -> str:
+def _machine(proc: Path) -> str:
+    """Where process ids mean the same: this boot and this PID namespace; empty where it can't be told.
+
+    Containers share their kernel's boot, but not the processes they see.
+    """
     try:
-        return (proc / "sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+        boot = (proc / "sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+        space = (proc / "self/ns/pid").readlink().name
     except OSError:
         return ""
+    return boot + "".join(c for c in space if c.isdigit())
 
 
 def _stat(pid: int, proc: Path) -> tuple[int, str]:

@@ -40,10 +40,14 @@ AccuracySec=1s
 _SERVICE = """\
 [Unit]
 Description=Give {unit} its deployed command back: the sweep's lease ran out
+StartLimitIntervalSec=0
 
 [Service]
 Type=oneshot
 ExecStart=/bin/sh {script}
+# Until systemd has taken the drop-in's end in (it refuses to reload when /run is full, say).
+Restart=on-failure
+RestartSec=10
 """
 
 _SCRIPT = """\
@@ -53,7 +57,7 @@ rm -f {claim}
 if {dirty} || [ -e {dropin} ]; then
     rm -f {dropin}
     rmdir {folder} 2>/dev/null
-    systemctl daemon-reload
+    systemctl daemon-reload || exit 1
     systemctl reset-failed {unit}
     systemctl {verb} {unit}
 fi
@@ -132,6 +136,10 @@ class SweptService:
     def active(self) -> bool:
         """Whether the unit runs or is on its way."""
         return self.unit.show("ActiveState").get("ActiveState") in _ALIVE
+
+    def dropin_loaded(self) -> bool:
+        """Whether systemd goes by the drop-in, be it there any more or not."""
+        return str(self.dropin) in self.unit.show("DropInPaths").get("DropInPaths", "").split()
 
     def leftovers(self) -> list[str]:
         """What a sweep left on this host, as paths."""
@@ -219,7 +227,11 @@ class SweptService:
 
     def wrong(self) -> list[str]:
         """What keeps this host from being as deployed, in words; empty when nothing does."""
-        found = [f"a sweep's drop-in, {self.dropin}"] if self.dropin.exists() else []
+        found = []
+        if self.dropin.exists():
+            found.append(f"a sweep's drop-in, {self.dropin}")
+        elif self.dropin_loaded():
+            found.append(f"a sweep's drop-in that systemd still goes by, {self.dropin}")
         if self.lease_runs() or set(self.leftovers()) - {str(self.dropin)}:
             found.append(f"a sweep's lease, {self.lease}.timer")
         claim = self.claim()
@@ -240,9 +252,15 @@ class SweptService:
             refused = self.unit.start_anew("stop")
         else:
             refused = self.unit.start_anew("restart") if self.unit.mismatch() else ""
-        if refused:
+        if refused and self.unit.process() is not None:
             raise UnitError(refused)  # the lease stays armed: the host tries once more by itself
+        # Nothing of the sweep runs any more. A deployed service that can't start is not the sweep's to hold.
         self._disarm()
+        if refused:
+            raise UnitError(
+                "the sweep's drop-in and lease are gone, but the deployed service does not start: "
+                f"{refused}; see `journalctl -u {self.unit.name} -n 50`, then run deploy.yml"
+            )
 
     # --- parts ---
     def _arm(self, claim: Claim, lease_s: int) -> Claim:

@@ -58,7 +58,10 @@ def first_difference(expected: Sequence[str], found: Sequence[str]) -> str:
     """Where two commands part, in words; empty when they are the same."""
     for position, (want, have) in enumerate(zip(expected, found, strict=False)):
         if want != have:
-            return f"argument {position} is {have!r}, expected {want!r}"
+            before = expected[position - 1] if position else ""
+            of_flag = before.startswith("--") and not want.startswith("--")
+            where = before if of_flag else f"argument {position}"
+            return f"{where} is {have!r}, expected {want!r}"
     if len(expected) > len(found):
         return f"{' '.join(expected[len(found) :])!r} is missing"
     if len(found) > len(expected):

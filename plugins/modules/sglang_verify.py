@@ -65,6 +65,10 @@ def main() -> None:
     if swept.dropin.exists():
         module.fail_json(msg=f"a sweep's drop-in is in place, {swept.dropin}; expected none: run restore.yml")
     try:
+        if swept.dropin_loaded():
+            module.fail_json(
+                msg=f"systemd still goes by a sweep's drop-in that is gone, {swept.dropin}: run restore.yml"
+            )
         difference = unit.mismatch()
         running = unit.process()
     except UnitError as error:

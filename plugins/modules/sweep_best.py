@@ -10,6 +10,7 @@ from ansible.module_utils.basic import AnsibleModule
 
 try:
     from tuning import report
+    from tuning.resume import current
     from tuning.store import LATEST, StoreError, open_study
 
     TUNING_ERROR: str | None = None
@@ -66,6 +67,11 @@ host:
   description: The host that figure is from.
   type: str
   returned: success
+lines:
+  description: What is doubtful in the study, or could not be read.
+  type: list
+  elements: str
+  returned: success
 """
 
 
@@ -81,7 +87,8 @@ def main() -> None:
     need_tuning(module, TUNING_ERROR)
     try:
         study = open_study(Path(module.params["results_dir"]), module.params["study"] or LATEST)
-        facts = study.facts()
+        contents = study.read()
+        facts = contents.facts
     except (StoreError, OSError) as error:
         module.fail_json(msg=f"nothing to promote: {error}")
     winner = report.best(facts)
@@ -93,10 +100,11 @@ def main() -> None:
             "another study with -e study=NAME"
         )
         return
-    row = report.rows(facts)[facts.index(winner)]
+    row = next(r for f, r in zip(current(facts), report.rows(facts), strict=True) if f is winner)
     against = f", {row.times_ar:.2f} x AR" if row.times_ar is not None else ""
     module.exit_json(
         changed=False,
+        lines=[f"study {study.name}: {line}" for line in (*report.doubts(facts), *contents.problems)],
         reason=f"{row.tok_s:.1f} tok/s{against} on {winner.host}, study {study.name}",
         study=study.name,
         configuration=winner.configuration.model_dump(mode="json"),

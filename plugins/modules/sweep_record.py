@@ -171,6 +171,8 @@ def row_lines(row: report.Row, position: int, plan: dict[str, Any], path: Path, 
         if row.note:
             parts.append(row.note)
     lines = ["  ".join(parts)]
+    if row.status == report.DIFFERS:
+        lines.append("    its greedy output is not the autoregressive arm's: this row can't be the best")
     if row.status == "failed":
         lines += [f"    what to do: {hint}"] if hint else []
         lines.append(f"    journal's tail: {path}")
@@ -212,7 +214,7 @@ def main() -> None:
         study = Study(Path(plan["study_dir"])).create()
         if not study.meta():
             study.write_meta(plan["meta"])
-            study.link_latest()
+        study.link_latest()
         path = study.append(made)
         row = report_row(study, made)
     except (StoreError, OSError, ValidationError) as error:

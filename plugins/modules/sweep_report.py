@@ -83,6 +83,8 @@ def main() -> None:
         facts = study.facts()
         if not facts:
             module.exit_json(changed=False, lines=["No row was finished."], paths=[], ok_rows={})
+        # Also for a study that was gone on with and whose rows were all kept.
+        study.link_latest()
         paths = [str(path) for path in report.write(study)]
         lines = [*table_lines(study, module.params["width"]), "", f"Report: {paths[0]}"]
     except (StoreError, OSError) as error:

@@ -257,6 +257,8 @@ def main() -> None:
             result = act(service, module.params, module.check_mode)
     except (UnitError, Taken) as error:
         module.fail_json(msg=str(error), abort=True)
+    except OSError as error:
+        module.fail_json(msg=f"the sweep can't keep its files on this host: {error}", abort=True)
     module.exit_json(**result)
 
 

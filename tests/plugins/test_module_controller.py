@@ -17,6 +17,7 @@ BOOT = "11111111-2222-3333-4444-555555555555"
 def proc(tmp_path: Path) -> Path:
     (tmp_path / "sys/kernel/random").mkdir(parents=True)
     (tmp_path / "sys/kernel/random/boot_id").write_text(BOOT + "\n")
+    in_namespace(tmp_path, 4026531836)
     # a shell that names the playbook in one word, the playbook, its worker, the module's shell and Python
     add(tmp_path, 10, 1, 1000, ["bash", "-c", "cd x && ansible-playbook sweep.yml"])
     add(tmp_path, 20, 10, 2000, ["/venv/bin/python3", "/venv/bin/ansible-playbook", "sweep.yml"])
@@ -24,6 +25,12 @@ def proc(tmp_path: Path) -> Path:
     add(tmp_path, 40, 30, 4000, ["/bin/sh", "-c", "python3 && sleep 0"])
     add(tmp_path, 50, 40, 5000, ["python3", "AnsiballZ_sweep_plan.py"])
     return tmp_path
+
+
+def in_namespace(proc: Path, number: int) -> None:
+    (proc / "self/ns").mkdir(parents=True, exist_ok=True)
+    (proc / "self/ns/pid").unlink(missing_ok=True)
+    (proc / "self/ns/pid").symlink_to(f"pid:[{number}]")
 
 
 def add(proc: Path, pid: int, parent: int, started: int, argv: list[str]) -> None:
@@ -35,7 +42,7 @@ def add(proc: Path, pid: int, parent: int, started: int, argv: list[str]) -> Non
 
 
 def test_the_token_names_the_playbooks_main_process(proc: Path) -> None:
-    assert controller.token(50, proc) == f"{BOOT.replace('-', '')}-20-2000"
+    assert controller.token(50, proc) == f"{BOOT.replace('-', '')}4026531836-20-2000"
     assert controller.describe(50, proc).endswith(", process 20")
 
 
@@ -54,6 +61,14 @@ def test_a_reused_process_id_does_not_keep_a_dead_controller_alive(proc: Path) -
     token = controller.token(50, proc)
     add(proc, 20, 1, 9999, ["vim"])
     assert controller.gone(token, proc) is True
+
+
+def test_a_controller_in_another_container_is_never_called_gone(proc: Path) -> None:
+    token = controller.token(50, proc)
+    in_namespace(proc, 4026532999)
+    for name in ("stat", "cmdline"):
+        (proc / "20" / name).unlink()  # not to be seen from here
+    assert controller.gone(token, proc) is False
 
 
 def test_a_controller_of_another_machine_or_boot_is_never_called_gone(proc: Path) -> None:

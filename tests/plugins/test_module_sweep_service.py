@@ -298,6 +298,26 @@ def test_a_baseline_that_does_not_start_keeps_the_lease(host: Host) -> None:
     assert host.lease == "active"
 
 
+def test_a_baseline_that_cannot_start_is_not_held(host: Host) -> None:
+    """Nothing of the sweep runs any more; a held service would only keep deploy.yml from repairing it."""
+    host.take()
+    host.apply()
+    host.state = "failed"
+    host.systemctl.failures["systemctl restart svc.service"] = "Job for svc.service failed."
+    with pytest.raises(UnitError, match=r"lease are gone.*does not start.*failed\..*deploy\.yml"):
+        host.service.restore()
+    assert host.service.leftovers() == []
+    assert host.lease == "inactive"
+
+
+def test_a_drop_in_that_systemd_still_goes_by_is_wrong(host: Host) -> None:
+    """The file is gone, but systemd was not told: what it calls the command is the drop-in's."""
+    host.loaded = TRIAL
+    host.run(TRIAL)
+    host.systemctl.answers[f"{SHOW} DropInPaths"] = lambda: f"DropInPaths=/x.conf {host.service.dropin}\n"
+    assert host.service.wrong() == [f"a sweep's drop-in that systemd still goes by, {host.service.dropin}"]
+
+
 def test_a_process_that_runs_something_else_is_wrong(host: Host) -> None:
     host.run(TRIAL)
     assert host.service.wrong() == ["another command than deployed: argument 2 is '8', expected '16'"]
@@ -326,6 +346,27 @@ def test_the_leases_script_restores_by_itself(host: Host, was_active: bool, verb
         "stop --no-block svc-sweep-lease.timer",
         "daemon-reload",
     ]
+    assert host.service.leftovers() == []
+
+
+def test_the_leases_script_tries_again_until_systemd_has_read_its_files(host: Host) -> None:
+    host.take()
+    host.apply()
+    stub = host.root / "bin" / "systemctl"
+    stub.parent.mkdir()
+    stub.write_text(f'#!/bin/sh\necho "$*" >> {host.root}/log\n[ "$1" != daemon-reload ]\n')
+    stub.chmod(0o755)
+    path = f"{stub.parent}:{os.environ['PATH']}"
+    run = subprocess.run(["/bin/sh", str(host.service.script)], check=False, env={"PATH": path})
+    assert run.returncode == 1
+    assert (host.root / "log").read_text().splitlines() == ["daemon-reload"]
+    assert not host.service.dropin.exists()
+    assert host.service.script.exists()
+    unit = host.service.service.read_text()
+    assert "Restart=on-failure" in unit
+    stub.write_text(f'#!/bin/sh\necho "$*" >> {host.root}/log\n')
+    subprocess.run(["/bin/sh", str(host.service.script)], check=True, env={"PATH": path})
+    assert "restart svc.service" in (host.root / "log").read_text()  # the drop-in is gone, the process is not
     assert host.service.leftovers() == []
 
 

@@ -65,6 +65,7 @@ def test_arguments_reach_the_process_expanded(argument: str, parts: list[str]) -
 def test_a_difference_names_its_place() -> None:
     assert first_difference(["p", "-b", "16"], ["p", "-b", "16"]) == ""
     assert first_difference(["p", "-b", "16"], ["p", "-b", "8"]) == "argument 2 is '8', expected '16'"
+    assert first_difference(["p", "--b", "16"], ["p", "--b", "8"]) == "--b is '8', expected '16'"
     assert first_difference(["p", "-b", "16"], ["p"]) == "'-b 16' is missing"
     assert first_difference(["p"], ["p", "-x"]) == "'-x' is too much"
 

@@ -30,21 +30,31 @@ class FakeUnit:
 
 
 @pytest.mark.parametrize(
-    ("running", "mismatch", "dropin", "command", "words"),
+    ("running", "mismatch", "dropin", "command", "words", "stale"),
     [
-        ((7, ["p", "-b", "16"]), "", False, [], ""),
-        ((7, ["p", "-b", "16"]), "", False, ["p", "-b", "16"], ""),
-        ((7, ["p", "-b", "16"]), "", False, ["p", "-b", "8"], "runs another command: argument 2 is '16'"),
+        ((7, ["p", "-b", "16"]), "", False, [], "", False),
+        ((7, ["p", "-b", "16"]), "", False, ["p", "-b", "16"], "", False),
+        (
+            (7, ["p", "-b", "16"]),
+            "",
+            False,
+            ["p", "-b", "8"],
+            "runs another command: argument 2 is '16'",
+            False,
+        ),
         (
             (7, ["p", "-b", "16"]),
             "argument 2 is '16', expected '8'",
             False,
             [],
             "does not run its unit's command",
+            False,
         ),
-        (None, "it has no main process (failed/failed)", False, [], "no main process (failed/failed)"),
-        (None, "", False, [], "it just ended"),
-        ((7, ["p", "-b", "16"]), "", True, [], "a sweep's drop-in is in place"),
+        (None, "it has no main process (failed/failed)", False, [], "no main process (failed/failed)", False),
+        (None, "", False, [], "it just ended", False),
+        ((7, ["p", "-b", "16"]), "", True, [], "a sweep's drop-in is in place", False),
+        # The file is gone and systemd was not told: what it calls the command is the drop-in's.
+        ((7, ["p"]), "", False, [], "still goes by a sweep's drop-in", True),
     ],
 )
 def test_the_process_must_run_what_the_unit_says(
@@ -56,6 +66,7 @@ def test_the_process_must_run_what_the_unit_says(
     dropin: bool,
     command: list[str],
     words: str,
+    stale: bool,
 ) -> None:
     module = load("sglang_verify")
 
@@ -63,6 +74,9 @@ def test_the_process_must_run_what_the_unit_says(
         def __init__(self, name: str, run: object) -> None:
             self.unit = FakeUnit(running, mismatch)
             self.dropin = tmp_path / "90-sweep.conf"
+
+        def dropin_loaded(self) -> bool:
+            return stale
 
     if dropin:
         (tmp_path / "90-sweep.conf").touch()

@@ -292,6 +292,13 @@ def test_a_changed_inventory_wins_and_says_so() -> None:
     assert found["dropped"] == promoted(24)["promoted"]
 
 
+def test_a_promotion_is_undone_by_word() -> None:
+    found = filters.sglang_effective_configuration(tree(16, 4), promoted(24), keep=False)
+    assert found["configuration"] == tree(16, 4)
+    assert found["promoted"] is None
+    assert found["dropped"] == promoted(24)["promoted"]
+
+
 def test_a_promotion_that_was_dropped_does_not_come_back() -> None:
     after = {"service": "sglang-ddtree", "promoted": None}
     assert filters.sglang_effective_configuration(tree(16, 4), after)["source"] == "inventory"

@@ -60,7 +60,7 @@ class Service:
     ("running", "difference"),
     [
         (["/p", "--budget", "16"], ""),
-        (["/p", "--budget", "8"], "argument 2 is '8', expected '16'"),
+        (["/p", "--budget", "8"], "--budget is '8', expected '16'"),
         (["/p", "--budget"], "'16' is missing"),
         (["/p", "--budget", "16", "-v"], "'-v' is too much"),
         (None, "no main process (failed)"),

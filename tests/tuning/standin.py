@@ -59,6 +59,8 @@ class Service:
         self.authorizations: set[str | None] = set()
         self.in_flight = 0
         self.most_in_flight = 0
+        #: No request is answered before so many were in flight at once.
+        self.together = 1
         self.on_done: Callable[[list[int]], None] = lambda commits: None
         self.on_request: Callable[[int], None] = lambda number: None
         self.on_plain: Callable[[], None] = lambda: None
@@ -140,6 +142,8 @@ class Service:
         self.on_request(number)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        while self.most_in_flight < self.together:
+            await asyncio.sleep(0.001)
         try:
             return await self._stream(request, self.scripts.get(number) or self._script(body))
         finally:

@@ -168,3 +168,9 @@ def test_only_a_port_that_could_not_be_bound_leaves_the_engine_stuck() -> None:
 def test_long_summaries_are_cut() -> None:
     failure = failures.classify(["ValueError: Unknown speculative algorithm name: " + "x" * 900])
     assert len(failure.summary) == 300
+
+
+def test_the_tail_leaves_a_parsers_list_of_flags_out() -> None:
+    usage = ["usage: launch_server.py [-h]", *[" " * 22 + f"[--flag-{i} X]" for i in range(900)]]
+    said = ["loading", *usage, "launch_server.py: error: argument --page-size: invalid int value: 'xyz'"]
+    assert failures.classify(said).journal_tail == ["loading", said[-1]]

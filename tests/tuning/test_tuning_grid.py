@@ -29,7 +29,7 @@ def labels(spec: object, **more: Any) -> list[str]:
         ("quick", ["8:4", "16:4"]),
         ("8:4", ["8:4"]),
         ("8:4, 16:4", ["8:4", "16:4"]),
-        ("8:4,16:4,", ["8:4", "16:4"]),
+        ("8:4, 16:4,", ["8:4", "16:4"]),
         ("8 4;16 4", ["8:4", "16:4"]),
         ("8 4; 16 4;", ["8:4", "16:4"]),
         ("8:4 16:4", ["8:4", "16:4"]),
@@ -164,11 +164,19 @@ def test_file_contents(tmp_path: Path, text: str, expected: list[str] | None) ->
         ([{"budget": 8, "topk": 4, "extra": {"a": []}}], r"extra flag 'a' has an empty list"),
         ([{"budget": 8, "topk": 4, "extra": {"a": "x\ny"}}], r"holds a line break"),
         ([{"budget": 8, "topk": 4, "extra": {"a": float("nan")}}], r"extra"),
-        ([{"budget": 8, "topk": 4, "extra": {"port": 1}}], r"'port' is set by the service"),
+        (
+            [{"budget": 8, "topk": 4, "extra": {"port": 1}}],
+            r"'port' means 'port', which is set by the service",
+        ),
         (
             [{"budget": 8, "topk": 4, "extra": {"speculative-ddtree-budget": 1}}],
             r"is set by the service or by",
         ),
+        ([{"arm": "ar", "extra": {"model-path": "/other"}}], r"'model-path', which is set by"),
+        ([{"arm": "ar", "extra": {"por": 1}}], r"'por' means 'port', which is set by"),
+        ("8:4,", r"'8:4,' ends with a separator.*quotes inside quotes"),  # what is left of -e grid=8:4, 16:4
+        ("8", r"topk is missing.*quotes inside quotes"),  # of -e grid=8 4;16 4
+        ('{"budget":', r"neither YAML nor JSON.*quotes inside quotes"),
         ([{"budget": 8, "topk": 4, "label": "9:4"}], r"label is '9:4' but .* own label is '8:4'"),
     ],
 )

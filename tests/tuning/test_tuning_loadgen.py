@@ -77,6 +77,7 @@ def test_requests_are_greedy_uncached_and_streamed(service: Service) -> None:
 
 @pytest.mark.parametrize(("concurrency", "prompts"), [(1, 6), (3, 6), (4, 2), (6, 6)])
 def test_concurrency_is_reached_and_kept(service: Service, concurrency: int, prompts: int) -> None:
+    service.together = concurrency
     waiting = asyncio.run(run_level(Target(service.url), ASKS[:prompts], concurrency, Sampling(300)))
     assert service.most_in_flight == concurrency
     assert waiting.requests % prompts == 0

@@ -170,6 +170,7 @@ def test_warm_up_goes_on_until_stable_or_its_bound(service: Service) -> None:
 
 
 def test_warm_up_is_at_the_highest_concurrency(service: Service) -> None:
+    service.together = 4
     run(service, unit=None, levels=[1, 4], warmup_requests=1, warmup_passes=1)
     warm = [body for body in service.bodies if body["sampling_params"]["max_new_tokens"] == 4]
     assert len(warm) == 4

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.tuning.facts import AR, CHAIN, fact, measurement, tree
 from tuning import report
-from tuning.models import Configuration, Failure, TrialFact
+from tuning.models import Configuration, Failure, Measurement, TrialFact
 from tuning.store import Study
 
 
@@ -224,7 +224,7 @@ def tau(configuration: Configuration, steps: int, host: str = "h1") -> TrialFact
 
 
 def test_an_accept_length_that_falls_with_the_budget_is_doubted() -> None:
-    facts = [tau(tree(8, 4), 250), tau(tree(16, 4), 400), tau(tree(24, 4), 251)]
+    facts = [ok(AR, 1.0), tau(tree(8, 4), 250), tau(tree(16, 4), 400), tau(tree(24, 4), 251)]
     (said,) = report.doubts(facts)[:1]
     assert said.startswith("accept length falls from 4.00 at 8:4 to 2.50 at 16:4")
     assert len(report.doubts(facts)) == 1  # 251 steps are within 1 %
@@ -232,6 +232,7 @@ def test_an_accept_length_that_falls_with_the_budget_is_doubted() -> None:
 
 def test_accept_lengths_that_need_not_grow_are_not_doubted() -> None:
     facts = [
+        ok(AR, 1.0),
         tau(tree(8, 4), 250),
         tau(tree(16, 8), 400),  # another topk
         tau(tree(24, 4, **{"page-size": 1}), 400),  # another engine
@@ -239,6 +240,70 @@ def test_accept_lengths_that_need_not_grow_are_not_doubted() -> None:
         tau(CHAIN, 100),
     ]
     assert report.doubts(facts) == []
+
+
+def in_dtype(dtype: str, outputs: dict[str, str], tok_s: float = 100.0) -> Measurement:
+    return measurement(tok_s, outputs=outputs).model_copy(update={"server": {"dtype": dtype}})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "same", "of", "wins"),
+    [
+        ("float32", 3, 3, True),
+        ("float32", 2, 3, False),
+        ("bfloat16", 1, 3, True),  # rounding parts single prompts
+        ("bfloat16", 0, 3, False),  # but not all of them
+    ],
+)
+def test_a_row_with_other_output_than_ar_can_not_win(dtype: str, same: int, of: int, wins: bool) -> None:
+    right = {f"p{i}": f"out-p{i}" for i in range(of)}
+    made = {key: value if i < same else "garbled" for i, (key, value) in enumerate(right.items())}
+    facts = [
+        fact(AR, "01", measurement=in_dtype(dtype, right, 50.0)),
+        fact(tree(8, 4), "02", measurement=in_dtype(dtype, made, 200.0)),
+    ]
+    winner = report.best(facts)
+    assert winner is not None
+    assert winner.configuration == (tree(8, 4) if wins else AR)
+    assert report.rows(facts)[1].status == ("ok" if wins else report.DIFFERS)
+
+
+def test_an_ar_arm_with_flags_of_its_own_is_no_reference() -> None:
+    odd = Configuration(arm="ar", extra={"max-running-requests": 1})
+    rows = report.rows([ok(odd, 10.0), ok(AR, 50.0), ok(tree(8, 4), 100.0)])
+    assert rows[2].times_ar == pytest.approx(2.0)
+    assert report.rows([ok(odd, 10.0), ok(tree(8, 4), 100.0)])[1].times_ar is None
+
+
+def test_without_an_ar_row_nothing_is_said_to_be_right() -> None:
+    assert report.doubts([ok(tree(8, 4), 100.0)]) == [
+        "no autoregressive row: nothing says that the outputs are right"
+    ]
+
+
+def test_every_level_has_its_column(tmp_path: Path) -> None:
+    low = measurement(100.0)
+    busy = low.levels[0].model_copy(update={"concurrency": 4, "tok_s": 321.0})
+    study = stored(
+        tmp_path, [fact(AR, "01", measurement=low.model_copy(update={"levels": [busy, low.levels[0]]}))]
+    )
+    assert "| row | status | tok/s @1 | tok/s @4 |" in report.markdown(study)
+    assert "| 100.0 | 321.0 |" in report.markdown(study)
+    assert report.csv(study).splitlines()[1].endswith(",1:100.0 4:321.0")
+
+
+def test_rows_that_one_pass_does_not_tell_apart_are_named(tmp_path: Path) -> None:
+    study = stored(tmp_path, [ok(AR, 60.0), ok(tree(8, 4), 181.0), ok(tree(16, 4), 200.0), ok(CHAIN, 179.0)])
+    assert "- within 10% of it, which one pass a row does not tell apart: 8:4" in report.markdown(study)
+
+
+def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
+    made = in_dtype("float32", {"p1": "a", "p2": "b"})
+    study = stored(tmp_path, [fact(AR, "01", measurement=made)])
+    assert (
+        "- measured: 2 prompts of 100 tokens, concurrency 1 float32; 2026-01-01T00:01 to 2026-01-01T00:01 UTC"
+        in report.markdown(study)
+    )
 
 
 def test_other_output_than_ar_is_doubted(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_same_start() -> None:
 @pytest.mark.parametrize("load", ["not-found", "masked", "error", ""])
 def test_unit_that_is_not_loaded(host: Host, load: str) -> None:
     host.unit(LoadState=load)
-    with pytest.raises(UnitError, match="check sglang_service_name"):
+    with pytest.raises(UnitError, match=r"check its name \(sglang_service_name\)"):
         unit_state("x.service")
 
 
