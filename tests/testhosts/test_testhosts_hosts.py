@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import signal
@@ -27,13 +28,22 @@ def until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
+def below(top: Path, pattern: str) -> list[Path]:
+    """As a recursive glob, which fails when a folder ends under it; hosts come and go here."""
+    return [
+        Path(folder) / name
+        for folder, folders, files in os.walk(top)
+        for name in fnmatch.filter((*folders, *files), pattern)
+    ]
+
+
 def groups(tool: Tool, name: str = "*") -> list[Path]:
-    return list(Path("/sys/fs/cgroup").glob(f"**/arborist-{tool.bridge}-{name}"))
+    return below(Path("/sys/fs/cgroup"), f"arborist-{tool.bridge}-{name}")
 
 
 def processes(tool: Tool, name: str) -> list[int]:
     found: set[int] = set()
-    for path in [path for group in groups(tool, name) for path in group.glob("**/cgroup.procs")]:
+    for path in [path for group in groups(tool, name) for path in below(group, "cgroup.procs")]:
         with suppress(OSError):  # the group has ended
             found.update(map(int, path.read_text().split()))
     return sorted(found)
@@ -71,7 +81,7 @@ def traces(tool: Tool, spaces: set[str]) -> list[str]:
     """What is left of hosts anywhere on the machine: in any process's view, not only in ours."""
     left = [f"cgroup {path}" for path in groups(tool)]
     left += [f"link {link.name}" for link in Path("/sys/class/net").glob(f"{tool.bridge}*")]
-    left += [f"run {path}" for path in Path("/run/systemd").glob(f"**/*{tool.bridge}*")]
+    left += [f"run {path}" for path in below(Path("/run/systemd"), f"*{tool.bridge}*")]
     left += [
         f"netns {path}" for path in Path("/run/netns").glob("*") if f"{path.stat().st_ino}]" in str(spaces)
     ]
