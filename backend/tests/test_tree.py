@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
-from oracle import HeapTree, heap_tree
+from oracle import HeapTree, heap_trees
 from sglang_ddtree import tree as tree_module
 from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree, top_tokens, tree_size
 
@@ -57,14 +58,13 @@ def test_equals_heap(batch: int, depth: int, vocab: int, budget: int, cap: int, 
     log_probs = random_log_probs(batch, depth, vocab, seed=depth * 1000 + budget, levels=levels)
     tree = build_tree(log_probs, budget, cap)
     assert tree.tokens.shape == tree.log_probs.shape == (batch, budget)
-    for row in range(batch):
-        expected = heap_tree(log_probs[row].tolist(), budget, cap)
+    for row, expected in enumerate(heap_trees(log_probs, budget, cap)):
         assert row_of(tree, row) == expected
         assert int(tree.count[row]) == tree_size(depth, min(cap, budget, vocab), budget)
 
 
 @pytest.mark.parametrize(("batch", "depth", "vocab", "budget", "cap", "levels"), CASES[::5] + CASES[-7:])
-def test_equals_heap_without_the_short_way(
+def test_equals_heap_the_way_of_accelerators(
     monkeypatch: pytest.MonkeyPatch,
     batch: int,
     depth: int,
@@ -73,10 +73,44 @@ def test_equals_heap_without_the_short_way(
     cap: int,
     levels: int | None,
 ) -> None:
-    """What accelerators run, which may not look whether there are equals, on cases with and without."""
-    monkeypatch.setattr(tree_module, "_loose_levels", lambda gains, budget: None)
+    """What accelerators run, which may not look at results, on cases with equals and without."""
+    monkeypatch.setattr(tree_module, "_build_on_host", tree_module._build)
     monkeypatch.setattr(tree_module, "_repeats", lambda values: True)
     test_equals_heap(batch, depth, vocab, budget, cap, levels)
+
+
+@pytest.mark.parametrize("way", ["host", "accelerator"])
+def test_equals_heap_on_ten_thousand_trees(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """B 1-256, K 1-32, L 1-15, vocabularies 8-32,000, batches 1-16; in a third of them ties abound."""
+    if way == "accelerator":
+        monkeypatch.setattr(tree_module, "_build_on_host", tree_module._build)
+        monkeypatch.setattr(tree_module, "_repeats", lambda values: True)
+    draw = random.Random(way)
+
+    def between(low: int, high: int) -> int:
+        """Small ones as often as large ones, the ends included."""
+        return min(high, int(math.exp(draw.uniform(math.log(low), math.log(high + 1)))))
+
+    extremes = itertools.product((1, 256), (1, 32), (1, 15), (8, 32_000), (1, 16))
+    cases = 10_000 if way == "host" else 1_000
+    shapes = itertools.islice(
+        itertools.chain(
+            extremes,
+            (
+                (between(1, 256), between(1, 32), draw.randint(1, 15), between(8, 32_000), between(1, 16))
+                for _ in itertools.count()
+            ),
+        ),
+        cases,
+    )
+    for seed, (budget, cap, depth, vocab, batch) in enumerate(shapes):
+        levels = draw.choice((None, None, draw.randint(1, 6)))
+        log_probs = random_log_probs(batch, depth, vocab, seed, levels)
+        tree = build_tree(log_probs, budget, cap)
+        for row, expected in enumerate(heap_trees(log_probs, budget, cap)):
+            case = f"B={budget} K={cap} L={depth} vocab={vocab} batch={batch} levels={levels} {seed=} {row=}"
+            assert row_of(tree, row) == expected, case
+            assert int(tree.count[row]) == tree_size(depth, min(cap, budget, vocab), budget), case
 
 
 def test_by_hand() -> None:
