@@ -14,7 +14,7 @@ ENGINE_LOCK := roles/sglang_engine/files/requirements-cpu.txt
 HOUSE_LOCKS := $(ENGINE_LOCK) roles/sweep_client/files/requirements.txt requirements/engine-test.txt
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install -qq --require-hashes
 
-.PHONY: help setup demo test lint test-python test-backend molecule engine wheelhouse lock format clean
+.PHONY: help setup demo test lint test-python test-backend molecule engine wheelhouse lock format clean benchmark
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ test-backend: engine ## the backend on the real SGLang
 
 molecule: setup ## the roles on real systemd hosts: deploy, then a short sweep
 	@tools/molecule.sh default sweep
+
+benchmark: engine ## speed of the parts, as ratios in one run (Markdown)
+	@$(ENGINE)/bin/python benchmarks/tree_builder.py
 
 # --- keeping house ------------------------------------------------------------------------------------------
 format: setup ## put Python into the house's format

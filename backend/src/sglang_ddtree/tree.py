@@ -1,7 +1,7 @@
 """Draft trees from per-depth marginals, built on the device for a whole batch at once.
 
-Imports torch and NumPy only, so that the server, the offline replay and anybody who wants to check them share one
-definition.
+Imports torch and NumPy only, so that the server, the offline replay and anybody who wants to check them share
+one definition.
 
 A draft block gives, for each of ``depth`` future positions, an independent distribution over the vocabulary.
 A node is a path of ranks ``(r1, .., rd)``: at depth ``i`` it takes the ``ri``-th most likely token. Its score
@@ -287,7 +287,8 @@ def _build_on_host(gains: Tensor, tokens: Tensor, budget: int) -> DraftTree:
     scores = every.ravel()[order]
     if hopeless:
         scores[scores == _IMPOSSIBLE] = -np.inf
-    return _padded(*map(torch.from_numpy, (nodes, parents, level_of + 1, rank, scores)), budget)
+    made = [torch.from_numpy(column) for column in (nodes, parents, level_of + 1, rank, scores)]
+    return _padded(made[0], made[1], made[2], made[3], made[4], budget)
 
 
 def _padded(
