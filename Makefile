@@ -67,6 +67,7 @@ lint: setup ## ruff, mypy, yamllint, ansible-lint (production profile)
 	ansible-lint --offline --strict
 
 test-python: setup ## tuning, modules, filters, roles' argument specs, test hosts
+	@testhosts/testhosts deps
 	pytest
 
 test-backend: engine ## the backend on the real SGLang
