@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -62,10 +63,12 @@ def launch_command(port: int, flags: Sequence[str], target: Path = MODELS / "tar
 
 
 def free_port() -> int:
-    """One that the kernel gives to nobody else for a while: test runs may go on side by side."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A random one, so that runs can go on side by side, below those that the kernel gives out by itself."""
+    while True:
+        port = random.randrange(21000, 30000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 @dataclass(frozen=True)
