@@ -32,7 +32,7 @@ CHAIN = ["--speculative-algorithm", "DFLASH", *DRAFT]
 _LINE = re.compile(
     r"(DDTREE metrics: budget=(?P<budget>\d+) topk=(?P<topk>\d+)|DFLASH metrics:) steps=(?P<steps>\d+) "
     r"tokens=(?P<tokens>\d+) avg_commit_len=(?P<average>\d+\.\d\d) hist=(?P<hist>[\d,]+)"
-    r"(?(budget) draft_ms=[\d.]+ build_ms=[\d.]+ verify_ms=[\d.]+)$"
+    r"(?(budget) draft_ms=[\d.]+ build_ms=[\d.]+ verify_ms=[\d.]+ commit_ms=[\d.]+)$"
 )
 
 

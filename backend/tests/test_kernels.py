@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 from sglang_ddtree.cpu import sgl_kernel
@@ -48,3 +50,32 @@ def test_copy_all_layer_kv_cache_reads_before_it_writes() -> None:
 def test_other_names_import_and_refuse_to_run() -> None:
     with pytest.raises(NotImplementedError, match="gelu_quick"):
         sgl_kernel.gelu_quick(1)
+
+
+def murmur3(data: bytes) -> int:
+    """MurmurHash3 for 32 bits with seed 0, byte by byte as published."""
+    hashed = 0
+    tail = len(data) % 4
+    for i in range(0, len(data) - tail + (4 if tail else 0), 4):
+        word = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF
+        word = ((word << 15 | word >> 17) & 0xFFFFFFFF) * 0x1B873593 & 0xFFFFFFFF
+        hashed ^= word
+        if len(data[i : i + 4]) == 4:
+            hashed = ((hashed << 13 | hashed >> 19) & 0xFFFFFFFF) * 5 + 0xE6546B64 & 0xFFFFFFFF
+    hashed ^= len(data)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        hashed = (hashed ^ hashed >> shift) * factor & 0xFFFFFFFF
+    return hashed ^ hashed >> 16
+
+
+def test_murmur_hash() -> None:
+    assert murmur3(b"The quick brown fox jumps over the lazy dog") == 0x2E4FF723  # a published value
+    seeds, positions, columns = [0, 42, 2**63 + 5, 2**64 - 1], [0, 1, 99, 2**31], [0, 1, 31999]
+    made = torch.ops.sgl_kernel.murmur_hash32_cpu.default(
+        torch.tensor(seeds, dtype=torch.uint64), ints(*positions), ints(*columns)
+    )
+    assert made.dtype == torch.uint32
+    assert made.tolist() == [
+        [murmur3(struct.pack("<QII", seed, position, column)) for column in columns]
+        for seed, position in zip(seeds, positions, strict=True)
+    ]

@@ -59,15 +59,15 @@ def test_metrics_line(caplog: pytest.LogCaptureFixture) -> None:
     """Steps accepting 3, 0 and 2 nodes: 3 steps, 4 + 1 + 3 tokens."""
     caplog.set_level(logging.INFO)
     metrics = StepMetrics("DDTREE metrics: budget=16 topk=4", longest=7, interval=2)
-    metrics.time(draft=0.001, build=0.002, verify=0.003)
-    metrics.time(draft=0.002, build=0.002, verify=0.005)
+    metrics.time(draft=0.001, build=0.002, verify=0.003, commit=0.001)
+    metrics.time(draft=0.002, build=0.002, verify=0.005, commit=0.001)
     metrics.add([3, 0])
     assert caplog.messages == []
     metrics.add([2])
     metrics.flush()
     assert caplog.messages == [
         "DDTREE metrics: budget=16 topk=4 steps=3 tokens=8 avg_commit_len=2.67 hist=1,0,1,1,0,0,0,0 "
-        "draft_ms=1.500 build_ms=2.000 verify_ms=4.000"
+        "draft_ms=1.500 build_ms=2.000 verify_ms=4.000 commit_ms=1.000"
     ]
     metrics.add([])
     metrics.add([7])

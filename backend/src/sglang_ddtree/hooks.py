@@ -11,8 +11,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_ddtree import options
-from sglang_ddtree.metrics import StepMetrics, current, install
+from sglang_ddtree import limits, options
+from sglang_ddtree.metrics import StepMetrics, current, install, tree_head
 
 _registered: list[str] = []
 
@@ -51,6 +51,9 @@ def register() -> None:
     streamer = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     add(f"{streamer}.stream_output", _flush_when_done, HookType.BEFORE)
     add("sglang.srt.managers.scheduler.Scheduler.on_idle", _flush_when_idle, HookType.BEFORE)
+    state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    add(f"{state}._update_handlers", _add_limits, HookType.AROUND)
+    add(f"{state}._add_speculative", _show_limits, HookType.AROUND)
     add(
         "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len",
         _row_headroom,
@@ -73,6 +76,12 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
     return original(cls, args)
 
 
+def _seeded() -> bool:
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().deterministic.enable_deterministic_inference)
+
+
 def _ddtree_runs() -> bool:
     from sglang.srt.runtime_context import get_spec
 
@@ -81,16 +90,72 @@ def _ddtree_runs() -> bool:
 
 def _validate_request(original: Callable[..., Any], req: Any, enable_overlap: bool) -> str | None:
     """Answer a request that DDTREE cannot serve with a 400 instead of serving it wrongly."""
-    if _ddtree_runs():
-        parameters = req.sampling_params
-        constraints = ("json_schema", "regex", "ebnf", "structural_tag")
-        used = [name for name in constraints if getattr(parameters, name, None)]
-        if used:
-            return f"DDTREE does not support constrained decoding yet; found {', '.join(used)}."
-        if req.return_hidden_states:
-            return "DDTREE does not support return_hidden_states."
+    if _ddtree_runs() and (stops := req.sampling_params.stop_token_ids):
+        # What is outside the vocabulary never comes, and ends the server where a neighbour has a least length.
+        req.sampling_params.stop_token_ids = {token for token in stops if 0 <= token < req.vocab_size}
+    if _ddtree_runs() and (refusal := _refusal(req)) is not None:
+        # SGLang takes a refused request through its prefill all the same, as one harmless token.
+        req.sampling_params.min_p = 0.0
+        req.sampling_params.min_new_tokens = 0
+        return refusal
     answer: str | None = original(req, enable_overlap)
     return answer
+
+
+def _refusal(req: Any) -> str | None:
+    """Why DDTREE can't serve a request, or why it would end the server, with any algorithm."""
+    parameters = req.sampling_params
+    if len(req.origin_input_ids) == 0:
+        return "The prompt is empty; expected at least one token."
+    if not 0 <= min(req.origin_input_ids) <= max(req.origin_input_ids) < req.vocab_size:
+        return f"input_ids has a token outside the vocabulary of {req.vocab_size}."
+    constraints = ("json_schema", "regex", "ebnf", "structural_tag")
+    used = [name for name in constraints if getattr(parameters, name, None)]
+    if used:
+        return f"DDTREE does not support constrained decoding yet; found {', '.join(used)}."
+    if req.return_hidden_states:
+        return "DDTREE does not support return_hidden_states."
+    if parameters.min_p > 0 and _seeded():
+        return "min_p is not supported with --enable-deterministic-inference, whose sampler lacks it."
+    if isinstance(parameters.custom_params, dict):
+        asked = limits.current().refusal(parameters.custom_params)
+        return f"custom_params: {asked}" if asked is not None else None
+    return None
+
+
+def _add_limits(original: Callable[..., dict[str, Any]], controller: Any) -> dict[str, Any]:
+    """Let ``/set_internal_state`` lower and raise budget and topk cap."""
+    handlers = original(controller)
+    if _ddtree_runs():
+        from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
+
+        def validate(key: str, value: Any) -> None:
+            if (refusal := limits.current().refusal({key: value})) is not None:
+                raise UpdateRejected(refusal)
+
+        def apply(key: str, value: Any) -> dict[str, Any]:
+            now = limits.current()
+            now.set(key, value)
+            if (metrics := current()) is not None:
+                metrics.retitle(tree_head(now.budget, now.topk_cap))
+            return {}
+
+        handlers |= {key: _UpdateHandler(validate, apply) for key in limits.KEYS}
+    return handlers
+
+
+def _show_limits(original: Callable[..., None], controller: Any, state: dict[str, Any]) -> None:
+    """Show in ``/server_info`` what the server was started for and what is in force."""
+    original(controller, state)
+    if _ddtree_runs():
+        now = limits.current()
+        state["ddtree"] = {
+            "budget": now.most.budget,
+            "topk_cap": now.most.topk_cap,
+            "budget_in_force": now.budget,
+            "topk_cap_in_force": now.topk_cap,
+            "verify_width": now.most.width,
+        }
 
 
 def _count_step(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:

@@ -7,11 +7,11 @@ what it throws away was never committed. So the sums over all lines equal the su
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
-STAGES = ("draft", "build", "verify")
+STAGES = ("draft", "build", "verify", "commit")
 
 
 _current: StepMetrics | None = None
@@ -27,6 +27,11 @@ def install(metrics: StepMetrics) -> StepMetrics:
     global _current
     _current = metrics
     return metrics
+
+
+def tree_head(budget: int, topk_cap: int) -> str:
+    """How a line of DDTREE starts."""
+    return f"DDTREE metrics: budget={budget} topk={topk_cap}"
 
 
 class StepMetrics:
@@ -49,6 +54,7 @@ class StepMetrics:
         self._longest = longest
         self._interval = interval
         self._enabled = enabled
+        self.export: Callable[[Sequence[int]], None] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -56,6 +62,11 @@ class StepMetrics:
         self._histogram = [0] * (self._longest + 1)
         self._seconds = dict.fromkeys(self._stages, 0.0)
         self._timed = 0
+
+    def retitle(self, head: str) -> None:
+        """Start the lines differently from now on; what has been added so far gets its line."""
+        self.flush()
+        self._head = head
 
     def time(self, **seconds: float) -> None:
         """Add the stage times of one scheduler step."""
@@ -67,6 +78,8 @@ class StepMetrics:
         """Add one scheduler step: for each request that was still running, the draft nodes it accepted."""
         for nodes in accepted:
             self._histogram[nodes] += 1
+        if self.export is not None:
+            self.export(accepted)
         self._scheduler_steps += 1
         if self._scheduler_steps >= self._interval:
             self.flush()
@@ -90,3 +103,32 @@ class StepMetrics:
             f"{self._head} steps={steps} tokens={tokens} "
             f"avg_commit_len={tokens / steps:.2f} hist={histogram}{stages}"
         )
+
+
+def prometheus(labels: Mapping[str, str], longest: int) -> Callable[[Sequence[int]], None]:
+    """Counters beside SGLang's own; returns what adds a scheduler step to them.
+
+    Args:
+        labels: of every counter.
+        longest: most draft nodes that a step can accept.
+    """
+    # Not before: it reads where to keep its files when it is imported, and SGLang sets that at start.
+    from prometheus_client import Counter
+
+    names = list(labels)
+    steps = Counter("sglang:ddtree_verify_steps", "Verify steps, one a request and step.", names)
+    tokens = Counter("sglang:ddtree_committed_tokens", "Committed tokens, the bonus included.", names)
+    accepted = Counter(
+        "sglang:ddtree_accepted_nodes_steps", "Verify steps by draft nodes accepted.", [*names, "nodes"]
+    )
+    all_steps, all_tokens = steps.labels(**labels), tokens.labels(**labels)
+    by_nodes = [accepted.labels(**labels, nodes=str(nodes)) for nodes in range(longest + 1)]
+
+    def add(counts: Sequence[int]) -> None:
+        if counts:
+            all_steps.inc(len(counts))
+            all_tokens.inc(sum(counts) + len(counts))
+        for nodes in counts:
+            by_nodes[nodes].inc()
+
+    return add

@@ -15,28 +15,32 @@ import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
     enable_num_token_non_padded,
 )
-from sglang.srt.runtime_context import get_observability, get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_observability, get_parallel, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments, is_dense_head_weight
+from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
+from sglang_ddtree import limits
 from sglang_ddtree.accept import Acceptance, accept, verify_mask
 from sglang_ddtree.algorithm import context_message
 from sglang_ddtree.clock import StageClock
-from sglang_ddtree.metrics import STAGES, StepMetrics, install
+from sglang_ddtree.metrics import STAGES, StepMetrics, install, prometheus, tree_head
 from sglang_ddtree.options import from_environment
+from sglang_ddtree.penalties import OutputCounts
 from sglang_ddtree.sampling import answer_nodes
 from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree_from_topk, top_tokens
 
@@ -57,21 +61,26 @@ class DDTreeWorker(DFlashWorkerV2):
         with self._draft_widths():
             super().__init__(**arguments)
         self._refuse_models()
-        #: Most tokens that one step can commit.
-        self.stride = min(self.options.budget, self._block - 1) + 1
+        self._limits = limits.current()
+        #: With graphs every verify has the captured width, and a lower budget leaves nodes unused.
+        self._one_width = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         #: KV slots of a step: both the draft's block and the tree start at the committed prefix.
         self._window = max(self.options.width, self._block)
         self._draft_offsets = torch.arange(self._block, device=self.device)
-        self._commit_offsets = self._draft_offsets[: self.stride]
+        self._counts = OutputCounts(self.model_runner.model_config.vocab_size, self.device)
         self._clock = StageClock(str(self.device), STAGES)
         self._step_metrics = install(
             StepMetrics(
-                f"DDTREE metrics: budget={self.options.budget} topk={self.options.topk_cap}",
-                longest=self.stride - 1,
+                tree_head(self.options.budget, self.options.topk_cap),
+                longest=min(self.options.budget, self._block - 1),
                 interval=get_observability().decode_log_interval,
                 enabled=get_parallel().tp_rank == 0,
             )
         )
+        if get_parallel().tp_rank == 0 and get_observability().enable_metrics:
+            self._step_metrics.export = prometheus(
+                {"model_name": self.server_args.served_model_name}, min(self.options.budget, self._block - 1)
+            )
         if get_parallel().tp_rank == 0:
             logger.info(
                 "DDTREE worker: budget=%d topk=%d verify_width=%d draft_block=%d kv_window=%d",
@@ -142,7 +151,11 @@ class DDTreeWorker(DFlashWorkerV2):
             or batch.spec_info is None
             or batch.forward_mode.is_idle()
         ):
-            return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+            result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+            if batch.forward_mode.is_extend() and result.next_token_ids is not None:
+                pool = self.model_runner.req_to_token_pool.req_to_token
+                self._counts.begin(len(pool), batch.req_pool_indices, batch.reqs, result.next_token_ids)
+            return result
 
         self._clock.start()
         state, prefix_lens = batch.spec_info, batch.seq_lens
@@ -169,15 +182,17 @@ class DDTreeWorker(DFlashWorkerV2):
 
         log_probs, candidates = self._draft(batch, state.bonus_tokens, host_lens, plan)
         self._clock.mark()
-        tree = build_tree_from_topk(log_probs, candidates, self.options.budget)
-        ancestors = ancestor_mask(tree.parents, self._block - 1)
-        nodes = _with_root(tree, state.bonus_tokens)
+        nodes = self._grow(batch, log_probs, candidates, state.bonus_tokens)
+        ancestors = ancestor_mask(nodes.parents[:, 1:], self._block - 1)
         self._clock.mark()
         target = self._verify(batch, host_lens, plan, locations, nodes, ancestors)
-        answers = self._answers(batch, target.logits_output, nodes)
+        answers = self._answers(batch, target.logits_output, nodes, ancestors)
         self._clock.mark()
-        path = accept(nodes.tokens, nodes.parents, nodes.depths, nodes.used, ancestors, answers, self.stride)
+        # Most tokens that this step can commit.
+        stride = min(nodes.width, self._block)
+        path = accept(nodes.tokens, nodes.parents, nodes.depths, nodes.used, ancestors, answers, stride)
         result = self._commit(batch, target, plan, path, answers, on_publish)
+        self._clock.mark()
         for seconds in self._clock.finished():
             self._step_metrics.time(**seconds)
         return result
@@ -266,11 +281,30 @@ class DDTreeWorker(DFlashWorkerV2):
             tokens = tokens.gather(-1, place)
         return values - total, tokens
 
+    def _grow(self, batch: Any, log_probs: Tensor, candidates: Tensor, bonus: Tensor) -> _Nodes:
+        """The trees of a step, each within its request's own budget and topk cap."""
+        budgets, caps = self._limits.of_requests(req.sampling_params.custom_params for req in batch.reqs)
+        budget = self.options.budget if self._one_width else max(budgets)
+        ranks = max(caps)
+        log_probs, candidates = log_probs[..., :ranks], candidates[..., :ranks]
+        if min(caps) < log_probs.shape[-1]:
+            allowed = torch.tensor(caps, device=self.device).view(-1, 1, 1)
+            beyond = torch.arange(log_probs.shape[-1], device=self.device) >= allowed
+            log_probs = log_probs.masked_fill(beyond, -torch.inf)
+        tree = build_tree_from_topk(log_probs, candidates, budget)
+        nodes = _with_root(tree, bonus)
+        if min(budgets) < budget:
+            # A smaller budget's tree is the beginning of a larger one's.
+            nodes.used &= torch.arange(nodes.width, device=self.device) <= torch.tensor(
+                budgets, device=self.device
+            ).unsqueeze(1)
+        return nodes
+
     def _verify(
         self, batch: Any, host_lens: Tensor, plan: Any, locations: Tensor, nodes: _Nodes, ancestors: Tensor
     ) -> Any:
         """One pass of the target over the tree."""
-        width, size = self.options.width, len(batch.seq_lens)
+        width, size = nodes.width, len(batch.seq_lens)
         mask = None
         if self.options.plant != "nomask":
             mask = verify_mask(ancestors, batch.seq_lens, int(host_lens.sum()))
@@ -296,16 +330,20 @@ class DDTreeWorker(DFlashWorkerV2):
             batch=None, forward_batch=forward, is_verify=True, skip_attn_backend_init=True
         )
 
-    def _answers(self, batch: Any, output: Any, nodes: _Nodes) -> Tensor:
+    def _answers(self, batch: Any, output: Any, nodes: _Nodes, ancestors: Tensor) -> Tensor:
         """The target's token after each node, int64 ``[batch, width]``."""
-        width, info = self.options.width, batch.sampling_info
+        width, info = nodes.width, batch.sampling_info
         processor = self._target_logits_processor
         if processor is not None and processor.is_deferred_shard(output.next_token_logits):
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
         if info is not None:
-            apply_dflash_verify_logits_adjustments(
-                next_token_logits=output.next_token_logits, sampling_info=info, draft_token_num=width
-            )
+            # Not SGLang's own adjustment of a DFLASH verify: its penalties are the same for all nodes.
+            if info.has_custom_logit_processor:
+                apply_custom_logit_processor(output.next_token_logits, info, num_tokens_in_batch=width)
+            logits = output.next_token_logits.view(len(batch.reqs), width, -1)
+            self._counts.apply(logits, batch.req_pool_indices, batch.reqs, nodes.tokens, ancestors)
+            if info.logit_bias is not None:
+                logits += info.logit_bias.unsqueeze(1)
         positions = (batch.seq_lens.unsqueeze(1) + nodes.depths).flatten()
         answers = answer_nodes(output.next_token_logits, info, width, positions).view(-1, width)
         greedy = info is None or info.is_all_greedy
@@ -317,7 +355,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self, batch: Any, target: Any, plan: Any, path: Acceptance, answers: Tensor, on_publish: Any
     ) -> GenerationBatchResult:
         """Make the accepted path the sequence: its KV, the draft's KV, the tokens."""
-        width, size = self.options.width, len(batch.seq_lens)
+        (size, width), stride = answers.shape, path.nodes.shape[1]
         output, prefix_lens = target.logits_output, batch.seq_lens
         rows = path.nodes + torch.arange(0, size * width, width, device=self.device).unsqueeze(1)
         if batch.return_logprob:
@@ -327,18 +365,19 @@ class DDTreeWorker(DFlashWorkerV2):
             # already; beyond the path source and destination are the same slot.
             slots = batch.out_cache_loc.view(size, width)
             self.model_runner.token_to_kv_pool.move_kv_cache(
-                slots[:, 1 : self.stride].flatten(), batch.out_cache_loc[rows[:, 1:].flatten()]
+                slots[:, 1:stride].flatten(), batch.out_cache_loc[rows[:, 1:].flatten()]
             )
+        self._counts.commit(batch.req_pool_indices, batch.reqs, path.tokens, path.lengths)
         new_lens = prefix_lens + path.lengths
         if on_publish is not None:
             on_publish(new_lens)
         # In this step: every graph size shares one output buffer, which the next target pass overwrites.
-        draft_slots = plan.write_ids(self.draft_model_runner.kv_index_translator, cols=slice(0, self.stride))
+        draft_slots = plan.write_ids(self.draft_model_runner.kv_index_translator, cols=slice(0, stride))
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=output.hidden_states[rows.flatten()],
             cache_loc=draft_slots,
-            cache_loc_2d=draft_slots.view(size, self.stride),
-            positions=(prefix_lens.unsqueeze(1) + self._commit_offsets).flatten(),
+            cache_loc_2d=draft_slots.view(size, stride),
+            positions=(prefix_lens.unsqueeze(1) + self._draft_offsets[:stride]).flatten(),
             commit_lens=path.lengths,
         )
         output.hidden_states = None
@@ -351,7 +390,7 @@ class DDTreeWorker(DFlashWorkerV2):
                 bonus_tokens=path.bonus, new_seq_lens=new_lens
             ),
             speculative_num_draft_tokens=width,
-            speculative_output_stride=self.stride,
+            speculative_output_stride=stride,
             new_seq_lens=new_lens,
             routed_experts_output=target.routed_experts_output,
             indexer_topk_output=target.indexer_topk_output,
@@ -363,11 +402,14 @@ class _Nodes:
 
     def __init__(self, tokens: Tensor, parents: Tensor, depths: Tensor, used: Tensor) -> None:
         self.tokens, self.parents, self.depths, self.used = tokens, parents, depths, used
+        self.width = tokens.shape[1]
 
 
 def _with_root(tree: DraftTree, bonus: Tensor) -> _Nodes:
     pad = torch.nn.functional.pad
     budget = tree.tokens.shape[1]
     used = torch.arange(budget + 1, device=bonus.device) <= tree.count.unsqueeze(1)
+    # Ranks that a request may not use were given no probability.
+    used[:, 1:] &= tree.log_probs > -torch.inf
     tokens = torch.cat([bonus.unsqueeze(1), tree.tokens], 1)
     return _Nodes(tokens, pad(tree.parents, (1, 0)), pad(tree.depths, (1, 0)), used)

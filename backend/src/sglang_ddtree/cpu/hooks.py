@@ -14,9 +14,14 @@ from sglang_ddtree.hooks import add
 def activate() -> None:
     """Register the CPU engine's hooks."""
     import torch
-    from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        add_deterministic_attention_backend_choices,
+        add_draft_attention_backend_choices,
+    )
 
     add_draft_attention_backend_choices(["torch_native"])
+    # One sequence after the other, so it does not depend on the batch.
+    add_deterministic_attention_backend_choices(["torch_native"])
     add("sglang.srt.arg_groups.speculative_hook._handle_dflash", _allow_cpu, HookType.AROUND)
     add("sglang.srt.models.dflash.DFlashDraftModel.forward", _keep_embedding_dtype, HookType.AROUND)
     add("sglang.srt.models.dflash.DFlashAttention.__init__", _no_fused_rope, HookType.AROUND)
@@ -24,6 +29,8 @@ def activate() -> None:
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     add(f"{native}.init_forward_metadata", attention.plan_verify, HookType.BEFORE)
     add(f"{native}.forward_extend", attention.forward_extend, HookType.AROUND)
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    add(f"{runner}.maybe_enable_batch_invariant_mode", _no_accelerator_kernels, HookType.AROUND)
     add("sglang.srt.entrypoints.engine._set_envs_and_config", boot.after_environment, HookType.AFTER)
     # Not _execute_server_warmup itself: that one is bound as a default argument before any hook is applied.
     add("sglang.srt.entrypoints.http_server._wait_and_warmup", boot.warm_up_without_delay, HookType.AROUND)
@@ -34,6 +41,10 @@ def activate() -> None:
     )
     # Streams of a CPU are one; torch has no kernel for this method there.
     torch.Tensor.record_stream = lambda self, stream: None
+
+
+def _no_accelerator_kernels(original: Callable[..., None], runner: Any) -> None:
+    """Deterministic inference swaps in kernels for accelerators; seeded sampling is all that is left here."""
 
 
 class _CpuAllowed:

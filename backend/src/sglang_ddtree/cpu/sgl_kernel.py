@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -68,6 +69,47 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Ten
         rows = [ctypes.string_at(address + source * stride, stride) for _, source in moves]
         for (target, _), row in zip(moves, rows, strict=True):
             ctypes.memmove(address + target * stride, row, stride)
+
+
+_WORD = 0xFFFFFFFF
+
+
+def murmur_hash32_cpu(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """MurmurHash3 (Appleby, x86, 32 bits, seed 0) of the 16 bytes seed, position, column, little-endian.
+
+    Args:
+        seed: uint64 ``[rows]``.
+        positions: ``[rows]``, of which 32 bits count.
+        col_indices: ``[columns]``, of which 32 bits count.
+
+    Returns:
+        uint32 ``[rows, columns]``.
+    """
+    # In 64 bits, cut to 32 after each step.
+    seeds = seed.view(torch.int64)
+    hashed = torch.zeros(1, dtype=torch.int64)
+    for block in (seeds & _WORD, (seeds >> 32) & _WORD, positions.to(torch.int64) & _WORD):
+        hashed = _mix(hashed, block)
+    hashed = _mix(hashed.unsqueeze(1), col_indices.to(torch.int64).unsqueeze(0) & _WORD) ^ 16
+    hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _WORD
+    hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _WORD
+    return (hashed ^ (hashed >> 16)).to(torch.uint32)
+
+
+def _mix(hashed: Tensor, block: Tensor) -> Tensor:
+    block = (block * 0xCC9E2D51) & _WORD
+    block = (_rotated(block, 15) * 0x1B873593) & _WORD
+    return (_rotated(hashed ^ block, 13) * 5 + 0xE6546B64) & _WORD
+
+
+def _rotated(word: Tensor, bits: int) -> Tensor:
+    return ((word << bits) | (word >> (32 - bits))) & _WORD
+
+
+#: Called as an operator of torch, where the others are called as functions of the module.
+_operators = torch.library.Library("sgl_kernel", "FRAGMENT")
+_operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+_operators.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
 
 
 def _ranges(rows: Tensor, starts: Tensor, ends: Tensor, pool_len: int) -> list[tuple[int, int, int]]:

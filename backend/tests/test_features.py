@@ -1,0 +1,321 @@
+"""Every request feature of SGLang: the same answer as without speculation, or a 400 that says so."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from engine import Server, serve, tree_flags
+from prompts import PROMPTS
+
+TOKENS = 40
+POINTS = [(1, 1), (8, 4), (32, 8)]
+
+
+@pytest.fixture(scope="module")
+def ar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    # With overlap SGLang's own penalties lag behind by one token.
+    with serve(["--disable-overlap-schedule"], tmp_path_factory.mktemp("ar") / "log") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve([*tree_flags(32, 8), "--enable-metrics"], tmp_path_factory.mktemp("tree") / "log") as made:
+        yield made
+
+
+def post(server: Server, **body: Any) -> requests.Response:
+    return requests.post(f"{server.url}/generate", json=body, timeout=300)
+
+
+def answer(server: Server, text: str, point: tuple[int, int] | None = None, **body: Any) -> dict[str, Any]:
+    """One greedy answer; ``sampling_params`` of the body are added to the usual ones."""
+    sampling = {"max_new_tokens": TOKENS, "temperature": 0, **body.pop("sampling_params", {})}
+    if point:
+        sampling["custom_params"] = {"ddtree_budget": point[0], "ddtree_topk_cap": point[1]}
+    reply = post(server, text=text, sampling_params=sampling, **body)
+    reply.raise_for_status()
+    made: dict[str, Any] = reply.json()
+    return made
+
+
+def token_of(server: Server, index: int) -> int:
+    return int(answer(server, PROMPTS[0])["output_ids"][index])
+
+
+#: Sampling parameters whose greedy answer must not depend on the tree.
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignore eos": {"ignore_eos": True, "max_new_tokens": 100},
+    "one token": {"max_new_tokens": 1},
+    "two tokens": {"max_new_tokens": 2},
+    "stop string": {"stop": ["e"]},
+    "stop string of several tokens": {"stop": ["self."]},
+    "stop regex": {"stop_regex": "[a-z]+\\("},
+    "no stop trim": {"stop": ["e"], "no_stop_trim": True},
+    "least tokens and a stop string": {"stop": ["e"], "min_new_tokens": 12},
+    "repetition penalty": {"repetition_penalty": 1.3, "ignore_eos": True},
+    "frequency penalty": {"frequency_penalty": 0.7, "ignore_eos": True},
+    "presence penalty": {"presence_penalty": 0.9, "ignore_eos": True},
+    "both additive penalties": {
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.4,
+        "ignore_eos": True,
+    },
+    "logit bias": {"logit_bias": {"260": 4.0, "30": -100.0}, "ignore_eos": True},
+    "special tokens shown": {"skip_special_tokens": False},
+    "no spaces between": {"spaces_between_special_tokens": False},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_answer_is_the_autoregressive_one(ar: Server, tree: Server, name: str) -> None:
+    for prompt in PROMPTS[:4]:
+        expected = answer(ar, prompt, sampling_params=PARAMETERS[name])
+        for point in POINTS:
+            got = answer(tree, prompt, point, sampling_params=PARAMETERS[name])
+            assert got["output_ids"] == expected["output_ids"], (prompt, point)
+            assert got["text"] == expected["text"]
+            assert got["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+
+
+@pytest.mark.parametrize("index", [0, 1, 5, 17])
+def test_stop_tokens(ar: Server, tree: Server, index: int) -> None:
+    stops = {"stop_token_ids": [token_of(ar, index)]}
+    expected = answer(ar, PROMPTS[0], sampling_params=stops)
+    for point in POINTS:
+        got = answer(tree, PROMPTS[0], point, sampling_params=stops)
+        assert got["output_ids"] == expected["output_ids"]
+        assert got["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+
+
+def test_the_least_length_puts_off_stop_tokens(ar: Server, tree: Server) -> None:
+    stop = token_of(ar, 3)
+    sampling = {"stop_token_ids": [stop], "min_new_tokens": 9}
+    expected = answer(ar, PROMPTS[0], sampling_params=sampling)
+    assert stop not in expected["output_ids"][:9]
+    for point in POINTS:
+        got = answer(tree, PROMPTS[0], point, sampling_params=sampling)
+        assert got["output_ids"] == expected["output_ids"]
+
+
+def test_penalties_of_neighbours_do_not_mix(ar: Server, tree: Server) -> None:
+    """Requests with and without, of different lengths, that come and go."""
+    sampling = [
+        {"max_new_tokens": 10 + 9 * i, "temperature": 0, "ignore_eos": True, "frequency_penalty": penalty}
+        for i, penalty in enumerate((0.0, 0.8, 0.0, 1.5, 0.3, 0.0, 2.0, 0.1))
+    ]
+    expected = post(ar, text=PROMPTS[:8], sampling_params=sampling).json()
+    for _ in range(2):  # the slots are used again
+        made = post(tree, text=PROMPTS[:8], sampling_params=sampling).json()
+        assert [one["output_ids"] for one in made] == [one["output_ids"] for one in expected]
+
+
+def test_logprobs(ar: Server, tree: Server) -> None:
+    """Of the prompt, of the answer, the best of each place, and of named tokens."""
+    wanted = {
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 3,
+        "token_ids_logprob": [5, 7],
+    }
+    fields = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+    for prompt in PROMPTS[:3]:
+        expected = answer(ar, prompt, **wanted)["meta_info"]
+        for point in POINTS:
+            got = answer(tree, prompt, point, **wanted)["meta_info"]
+            for name in (f"{side}_{field}" for side in ("input", "output") for field in fields):
+                assert flat(got[name]) == pytest.approx(flat(expected[name]), abs=2e-3), (name, point)
+                assert len(got[name]) == len(expected[name]), (name, point)
+
+
+def flat(value: Any) -> list[float]:
+    """All numbers of a nested answer, in order."""
+    if isinstance(value, (int, float)):
+        return [float(value)]
+    if isinstance(value, list):
+        return [number for part in value for number in flat(part)]
+    return []
+
+
+def test_several_answers_to_one_prompt(ar: Server, tree: Server) -> None:
+    sampling = {"max_new_tokens": 20, "temperature": 0, "n": 3}
+    expected = post(ar, text=PROMPTS[1], sampling_params=sampling).json()
+    got = post(tree, text=PROMPTS[1], sampling_params=sampling).json()
+    assert [one["output_ids"] for one in got] == [one["output_ids"] for one in expected]
+
+
+def test_streaming(ar: Server, tree: Server) -> None:
+    expected = answer(ar, PROMPTS[2])["text"]
+    body = {
+        "text": PROMPTS[2],
+        "sampling_params": {"max_new_tokens": TOKENS, "temperature": 0},
+        "stream": True,
+    }
+    with requests.post(f"{tree.url}/generate", json=body, stream=True, timeout=300) as reply:
+        lines = [line[6:] for line in reply.iter_lines() if line.startswith(b"data: ")]
+    assert lines[-1] == b"[DONE]"
+    texts = [json.loads(line)["text"] for line in lines[:-1]]
+    assert texts[-1] == expected
+    assert all(expected.startswith(text.rstrip("\ufffd")) for text in texts)
+    assert len(texts) > 1
+
+
+def test_chat_completions(ar: Server, tree: Server) -> None:
+    body = {
+        "model": "any",
+        "messages": [{"role": "user", "content": "Write a Python quicksort."}],
+        "max_tokens": 24,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    expected, got = (
+        requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=300).json()
+        for server in (ar, tree)
+    )
+    assert got["choices"][0]["message"] == expected["choices"][0]["message"]
+    assert got["choices"][0]["finish_reason"] == expected["choices"][0]["finish_reason"]
+    assert got["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+
+
+def test_seeded_requests_repeat_themselves(ar: Server, tmp_path: Path) -> None:
+    """With deterministic inference, as SGLang wants it. The draw depends on seed and place alone: AR's text."""
+
+    def drawn(server: Server, seed: int, point: tuple[int, int] | None = None) -> list[int]:
+        sampling = {"temperature": 0.9, "top_p": 0.95, "sampling_seed": seed, "ignore_eos": True}
+        found: list[int] = answer(server, PROMPTS[3], point, sampling_params=sampling)["output_ids"]
+        return found
+
+    flag = "--enable-deterministic-inference"
+    with serve([flag], tmp_path / "ar") as plain:
+        expected = drawn(plain, 7)
+    with serve([*tree_flags(32, 8), flag], tmp_path / "tree") as seeded:
+        for point in POINTS:
+            assert drawn(seeded, 7, point) == expected
+        assert drawn(seeded, 8) != expected
+        reply = post(seeded, text="x", sampling_params={"temperature": 1.0, "min_p": 0.1})
+        assert reply.status_code == 400
+        assert "min_p" in reply.text
+        assert drawn(seeded, 7) == expected
+
+
+def test_greedy_beside_sampled_requests(ar: Server, tree: Server) -> None:
+    expected = [answer(ar, prompt)["output_ids"] for prompt in PROMPTS[:4]]
+    sampling = [
+        {"max_new_tokens": TOKENS, "temperature": temperature} for temperature in (0, 1.0, 0, 0.7, 0, 1.5, 0)
+    ]
+    texts = [PROMPTS[i // 2] if i % 2 == 0 else PROMPTS[7] for i in range(7)]
+    made = post(tree, text=texts, sampling_params=sampling).json()
+    assert [one["output_ids"] for one in made[::2]] == expected
+
+
+def test_spec_counts_in_the_response(tree: Server) -> None:
+    meta = answer(tree, PROMPTS[0], sampling_params={"ignore_eos": True})["meta_info"]
+    histogram = meta["spec_correct_drafts_histogram"]
+    assert sum(histogram) == meta["spec_verify_ct"]
+    assert sum(i * count for i, count in enumerate(histogram)) == meta["spec_num_correct_drafts"]
+
+
+def test_abort(tree: Server) -> None:
+    """An aborted request leaves; others are not disturbed."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        expected = answer(tree, PROMPTS[4])["output_ids"]
+        long = pool.submit(
+            post,
+            tree,
+            text=PROMPTS[5],
+            rid="to-abort",
+            sampling_params={"max_new_tokens": 900, "temperature": 0, "ignore_eos": True},
+        )
+        other = pool.submit(answer, tree, PROMPTS[4])
+        requests.post(f"{tree.url}/abort_request", json={"rid": "to-abort"}, timeout=30).raise_for_status()
+        assert other.result()["output_ids"] == expected
+        reply = long.result()
+        assert reply.status_code == 200
+        assert reply.json()["meta_info"]["completion_tokens"] <= 900
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"sampling_params": {"json_schema": '{"type": "object"}'}}, "constrained decoding"),
+        ({"sampling_params": {"regex": "a+"}}, "constrained decoding"),
+        ({"sampling_params": {"ebnf": 'root ::= "a"'}}, "constrained decoding"),
+        ({"return_hidden_states": True}, "hidden states"),
+        ({"sampling_params": {"custom_params": {"ddtree_budget": 33}}}, "ddtree_budget is 33"),
+        ({"sampling_params": {"custom_params": {"ddtree_topk_cap": "x"}}}, "ddtree_topk_cap is 'x'"),
+        ({"sampling_params": {"custom_params": {"ddtree_x": 1}}}, "ddtree_x is unknown"),
+        # These end a server of stock SGLang.
+        ({"text": ""}, "The prompt is empty"),
+        ({"text": None, "input_ids": [-1]}, "outside the vocabulary"),
+        ({"text": None, "input_ids": [5, 10**9]}, "outside the vocabulary"),
+    ],
+)
+def test_what_is_not_served_is_refused(tree: Server, body: dict[str, Any], words: str) -> None:
+    reply = post(tree, **{"text": "x", **body})
+    assert reply.status_code == 400
+    assert words in reply.text
+    assert answer(tree, "x")["meta_info"]["completion_tokens"] > 0
+
+
+def test_a_stop_token_that_can_not_come(ar: Server, tree: Server) -> None:
+    """Beside a least length it ends a server of stock SGLang."""
+    expected = answer(ar, PROMPTS[0])["output_ids"]
+    stops = {"stop_token_ids": [10**9], "min_new_tokens": 2}
+    assert answer(tree, PROMPTS[0], sampling_params=stops)["output_ids"] == expected
+
+
+def test_the_switch_of_the_whole_server(ar: Server, tree: Server) -> None:
+    """A hundred switches while requests run; the answers stay what they are."""
+    expected = [answer(ar, prompt, sampling_params={"ignore_eos": True})["output_ids"] for prompt in PROMPTS]
+
+    def switch(**values: Any) -> Any:
+        reply = requests.post(f"{tree.url}/set_internal_state", json={"server_args": values}, timeout=60)
+        reply.raise_for_status()
+        return reply.json()
+
+    def shown() -> Any:
+        return requests.get(f"{tree.url}/server_info", timeout=60).json()["internal_states"][0]["ddtree"]
+
+    def load(number: int) -> list[list[int]]:
+        point = POINTS[number % 3] if number % 2 else None
+        return [answer(tree, p, point, sampling_params={"ignore_eos": True})["output_ids"] for p in PROMPTS]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(load, number) for number in range(4)]
+        for number in range(100):
+            budget, cap = 1 + number * 7 % 32, 1 + number % 8
+            assert switch(ddtree_budget=budget, ddtree_topk_cap=cap) == [True]
+            assert (shown()["budget_in_force"], shown()["topk_cap_in_force"]) == (budget, cap)
+        assert [run.result() for run in runs] == [expected] * 4
+    assert switch(ddtree_budget=33) == [False]
+    assert switch(ddtree_budget=0) == [False]
+    assert switch(ddtree_budget=32, ddtree_topk_cap=8) == [True]
+    assert shown()["budget"] == 32
+
+
+def test_retraction_under_kv_pressure(ar: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A pool too small for all requests: some are sent back to the queue and start again."""
+    sampling = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
+    texts = PROMPTS[:6]
+    expected = [one["output_ids"] for one in post(ar, text=texts, sampling_params=sampling).json()]
+    flags = [*tree_flags(16, 4), "--max-total-tokens", "1400", "--schedule-conservativeness", "0.1"]
+    with serve(flags, tmp_path_factory.mktemp("small") / "log") as small:
+        made = post(small, text=texts, sampling_params=sampling).json()
+        assert [one["output_ids"] for one in made] == expected
+        assert "retract" in small.log.read_text().lower()
+
+
+def test_metrics_are_exported(tree: Server) -> None:
+    text = requests.get(f"{tree.url}/metrics", timeout=60).text
+    steps = [line for line in text.splitlines() if line.startswith("sglang:ddtree_verify_steps_total")]
+    tokens = [line for line in text.splitlines() if line.startswith("sglang:ddtree_committed_tokens_total")]
+    assert len(steps) == len(tokens) == 1
+    assert 1 <= float(tokens[0].split()[-1]) / float(steps[0].split()[-1]) <= 8

@@ -1,0 +1,140 @@
+"""Greedy output is the autoregressive output, whatever the tree and whatever the server is busy with.
+
+One server holds the largest tree; all smaller ones are asked for request by request.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from engine import Server, serve, tree_flags
+
+POINTS = [
+    *((1, 1), (3, 2), (4, 4), (7, 1), (8, 4), (13, 3)),
+    *((16, 4), (16, 8), (24, 6), (32, 8), (48, 8), (64, 8)),
+]
+BATCH = 8
+SINGLE_TOKENS = 20
+#: Lengths in a batch differ, so that requests come and go in the middle of others.
+TOKENS = [12, 20, 28, 36, 44]
+CHUNK = 48
+
+
+def sources() -> list[str]:
+    """Fifty prompts from 1 to about 250 tokens, some of which begin alike."""
+    text = inspect.getsource(textwrap) + inspect.getsource(json)
+    lines = text.splitlines(keepends=True)
+    made = [text[i * 211 : i * 211 + 3 + 17 * i] for i in range(40)]
+    made += ["".join(lines[: 2 + i]) for i in range(10)]
+    return made
+
+
+PROMPTS = sources()
+
+
+def lengths() -> list[int]:
+    return list(itertools.islice(itertools.cycle(TOKENS), len(PROMPTS)))
+
+
+def ask(server: Server, prompts: list[str], tokens: list[int], points: list[tuple[int, int]] | None) -> Any:
+    """One batch; request i runs with points[i] unless the server's own are meant."""
+    sampling = [
+        {
+            "max_new_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            **(
+                {"custom_params": {"ddtree_budget": points[i][0], "ddtree_topk_cap": points[i][1]}}
+                if points
+                else {}
+            ),
+        }
+        for i, count in enumerate(tokens)
+    ]
+    answer = requests.post(
+        f"{server.url}/generate", json={"text": prompts, "sampling_params": sampling}, timeout=600
+    )
+    answer.raise_for_status()
+    return answer.json()
+
+
+def in_batches(server: Server, points: list[tuple[int, int]] | None) -> list[list[int]]:
+    """All prompts, ``BATCH`` at a time."""
+    outputs = []
+    for start in range(0, len(PROMPTS), BATCH):
+        part = slice(start, start + BATCH)
+        asked = points[part] if points else None
+        answers = ask(server, PROMPTS[part], lengths()[part], asked)
+        outputs += [answer["output_ids"] for answer in answers]
+    return outputs
+
+
+def differing(outputs: list[list[int]], expected: list[list[int]]) -> list[int]:
+    """Which prompts got another answer; the shorter of two lengths counts."""
+    return [
+        i
+        for i, (got, want) in enumerate(zip(outputs, expected, strict=True))
+        if got[: len(want)] != want[: len(got)]
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The autoregressive answers."""
+    with serve(["--disable-radix-cache"], tmp_path_factory.mktemp("ar") / "log") as server:
+        outputs = in_batches(server, None)
+    assert len(PROMPTS) >= 50
+    assert [len(output) for output in outputs] == lengths()
+    return outputs
+
+
+@pytest.fixture(scope="module", params=["overlap", "no overlap"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = [*tree_flags(64, 8), "--chunked-prefill-size", str(CHUNK)]
+    if request.param == "no overlap":
+        flags.append("--disable-overlap-schedule")
+    with serve(flags, tmp_path_factory.mktemp("tree") / "log") as made:
+        yield made
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point[0]}:{point[1]}")
+def test_batches_of_mixed_lengths(server: Server, expected: list[list[int]], point: tuple[int, int]) -> None:
+    assert differing(in_batches(server, [point] * len(PROMPTS)), expected) == []
+
+
+def test_chunked_prefill_and_the_radix_cache_were_in_it(server: Server, expected: list[list[int]]) -> None:
+    """After the batches above every prompt is in the cache; long ones had been split."""
+    answers = ask(server, PROMPTS[:BATCH], lengths()[:BATCH], None)
+    hits = [answer["meta_info"]["cached_tokens"] for answer in answers]
+    assert sum(hits) > 0
+    assert differing([answer["output_ids"] for answer in answers], expected[:BATCH]) == []
+    assert f"#new-token: {CHUNK}," in server.log.read_text()
+
+
+def test_every_request_with_a_tree_of_its_own(server: Server, expected: list[list[int]]) -> None:
+    mixed = list(itertools.islice(itertools.cycle(POINTS), len(PROMPTS)))
+    assert differing(in_batches(server, mixed), expected) == []
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point[0]}:{point[1]}")
+def test_one_at_a_time(server: Server, expected: list[list[int]], point: tuple[int, int]) -> None:
+    outputs = [
+        ask(server, [prompt], [min(SINGLE_TOKENS, count)], [point])[0]["output_ids"]
+        for prompt, count in zip(PROMPTS, lengths(), strict=True)
+    ]
+    assert differing(outputs, expected) == []
+
+
+@pytest.mark.parametrize("plant", ["nomask", "nomove", "width"])
+def test_a_planted_fault_is_noticed(expected: list[list[int]], plant: str, tmp_path: Path) -> None:
+    environment = {"SGLANG_DDTREE_PLANT": plant, "SGLANG_DDTREE_TEST": "1"}
+    with serve(tree_flags(64, 8), tmp_path / "log", environment) as server:
+        assert len(differing(in_batches(server, [(16, 4)] * len(PROMPTS)), expected)) >= 5
