@@ -186,7 +186,7 @@ def test_chat_completions(ar: Server, tree: Server) -> None:
 
 
 def test_seeded_requests_repeat_themselves(ar: Server, tmp_path: Path) -> None:
-    """With deterministic inference, as SGLang wants it. The draw depends on seed and place alone: AR's text."""
+    """With deterministic inference, as SGLang wants it. Draws depend on seed and place alone: AR's text."""
 
     def drawn(server: Server, seed: int, point: tuple[int, int] | None = None) -> list[int]:
         sampling = {"temperature": 0.9, "top_p": 0.95, "sampling_seed": seed, "ignore_eos": True}

@@ -95,6 +95,8 @@ def test_random_requests(tmp_path: Path) -> None:
             time.sleep(0.1)
         assert flushed.status_code == 200, flushed.text
         loads = requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"]
-        used = [(load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"]) for load in loads]
+        used = [
+            (load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"]) for load in loads
+        ]
         assert used == [(0, 0, 0)]
         assert "leak" not in server.log.read_text().lower()

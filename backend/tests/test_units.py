@@ -46,7 +46,7 @@ def test_flags_without_the_algorithm_are_refused(algorithm: list[str]) -> None:
         ({"SGLANG_DDTREE_PLANT": "nomask"}, "for tests only"),
         (
             {"SGLANG_DDTREE_PLANT": "other", "SGLANG_DDTREE_TEST": "1"},
-            "expected one of nomask, nomove, width",
+            "expected one of nomask, nomove, width, bias",
         ),
     ],
 )

@@ -19,7 +19,7 @@ TEST_ENV = "SGLANG_DDTREE_TEST"
 DEFAULT_BUDGET = 16
 DEFAULT_TOPK_CAP = 4
 #: Faults a test can plant to see whether it would notice them.
-PLANTS = ("nomask", "nomove", "width")
+PLANTS = ("nomask", "nomove", "width", "bias")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Options:
     """Ranks tried at a depth."""
     plant: str | None = None
     """A planted fault: ``nomask`` verifies without the tree mask, ``nomove`` leaves accepted KV where it is,
-    ``width`` announces the draft's block as the width of the verify."""
+    ``width`` announces the draft's block as the width of the verify, ``bias`` now and then takes a drafted
+    token for the one that was drawn."""
 
     @property
     def width(self) -> int:

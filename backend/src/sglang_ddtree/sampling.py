@@ -33,6 +33,14 @@ def answer_nodes(logits: Tensor, sampling_info: Any, nodes: int, positions: Tens
 
     seed = sampling_info.sampling_seed
     probabilities = torch.softmax(logits.float() / spread(sampling_info.temperatures), dim=-1)
+    filters = (
+        sampling_info.need_top_k_sampling
+        or sampling_info.need_top_p_sampling
+        or sampling_info.need_min_p_sampling
+    )
+    if not filters and seed is None:
+        # Filters sort the vocabulary at every node.
+        return torch.multinomial(probabilities, 1).squeeze(1)
     drawn: Tensor = top_k_top_p_min_p_sampling_from_probs_torch(
         probabilities,
         spread(sampling_info.top_ks),

@@ -346,6 +346,9 @@ class DDTreeWorker(DFlashWorkerV2):
                 logits += info.logit_bias.unsqueeze(1)
         positions = (batch.seq_lens.unsqueeze(1) + nodes.depths).flatten()
         answers = answer_nodes(output.next_token_logits, info, width, positions).view(-1, width)
+        if self.options.plant == "bias":
+            drafted = answers.scatter(1, nodes.parents[:, 1:].flip(1), nodes.tokens[:, 1:].flip(1))
+            answers = torch.where(torch.rand(answers.shape, device=self.device) < 0.15, drafted, answers)
         greedy = info is None or info.is_all_greedy
         site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         self._tp_sync.sync(site, answers)
