@@ -48,6 +48,7 @@ class DdtreeLine:
     draft_ms: float | None
     build_ms: float | None
     verify_ms: float | None
+    commit_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,7 @@ def _metrics_line(algorithm: str, text: str, line: str) -> DdtreeLine:
             draft_ms=_optional(values, "draft_ms"),
             build_ms=_optional(values, "build_ms"),
             verify_ms=_optional(values, "verify_ms"),
+            commit_ms=_optional(values, "commit_ms"),
         )
     except (KeyError, ValueError) as error:
         raise JournalError(

@@ -19,6 +19,7 @@ times less work. Both ways give the same tree, equals included.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,7 @@ from torch import Tensor
 __all__ = [
     "DraftTree",
     "ancestor_mask",
+    "best_log_probs",
     "build_tree",
     "build_tree_from_topk",
     "top_tokens",
@@ -105,6 +107,36 @@ def top_tokens(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     keys = (ordered << 32) + (0xFFFFFFFF - index)
     tokens = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
     return values.gather(-1, tokens), tokens
+
+
+def best_log_probs(
+    logits: Tensor, k: int, first_token: int = 0, gather: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` most likely tokens and their log-probabilities over the whole vocabulary.
+
+    With tensor parallelism each rank holds a part of the vocabulary: what is gathered is the best of each
+    part and one number, not the logits.
+
+    Args:
+        logits: ``[..., part]`` floating point, this rank's part of the vocabulary.
+        k: how many, at most the vocabulary.
+        first_token: id of the first of the part.
+        gather: joins all ranks' tensors along the last axis, in the order of their parts; None: there is one
+            part.
+
+    Returns:
+        log-probabilities ``[..., k]`` float32 and token ids ``[..., k]`` int64, best first, equal ones by id.
+    """
+    logits = logits.float()
+    values, tokens = top_tokens(logits, min(k, logits.shape[-1]))
+    total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    if gather is not None:
+        total = torch.logsumexp(gather(total), dim=-1, keepdim=True)
+        # Parts are in the order of their ids, so that the first of equals is still the smallest id.
+        tokens = gather(tokens + first_token)
+        values, place = top_tokens(gather(values), k)
+        tokens = tokens.gather(-1, place)
+    return values - total, tokens
 
 
 def build_tree(log_probs: Tensor, budget: int, topk_cap: int) -> DraftTree:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from sglang_ddtree.metrics import STAGES, StepMetrics, install, prometheus, tree
 from sglang_ddtree.options import from_environment
 from sglang_ddtree.penalties import OutputCounts
 from sglang_ddtree.sampling import answer_nodes
-from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree_from_topk, top_tokens
+from sglang_ddtree.tree import DraftTree, ancestor_mask, best_log_probs, build_tree_from_topk
 
 logger = logging.getLogger(__name__)
 
@@ -248,11 +249,7 @@ class DDTreeWorker(DFlashWorkerV2):
         return embedding.view(-1, embedding.shape[-1])
 
     def _best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Best tokens per position through the target's head, log-probabilities over the whole vocabulary.
-
-        With tensor parallelism each rank holds a part of the vocabulary: top-k and log-sum-exp per part are
-        gathered.
-        """
+        """Best tokens per position through the target's head, log-probabilities over the whole vocabulary."""
         head = unwrap_lora_layer(self.model_runner.model.lm_head)
         shard = getattr(head, "shard_indices", None)
         if is_dense_head_weight(getattr(head, "weight", None)):
@@ -268,18 +265,12 @@ class DDTreeWorker(DFlashWorkerV2):
         if processor is not None and processor.final_logit_softcapping:
             cap = processor.final_logit_softcapping
             logits = torch.tanh(logits / cap) * cap
-        ranks = min(self.options.topk_cap, self.options.budget)
-        values, tokens = top_tokens(logits, min(ranks, logits.shape[-1]))
-        total = torch.logsumexp(logits, dim=-1, keepdim=True)
         group = get_parallel().tp_group
-        if shard is not None and int(group.world_size) > 1:
-            tokens = tokens + int(shard.org_vocab_start_index)
-            total = torch.logsumexp(group.all_gather(total, dim=-1), dim=-1, keepdim=True)
-            # Parts are in the order of their token ids, so that the first of equals is still the smallest id.
-            tokens = group.all_gather(tokens, dim=-1)
-            values, place = top_tokens(group.all_gather(values, dim=-1), ranks)
-            tokens = tokens.gather(-1, place)
-        return values - total, tokens
+        ranks = min(self.options.topk_cap, self.options.budget)
+        if shard is None or int(group.world_size) == 1:
+            return best_log_probs(logits, ranks)
+        first = int(shard.org_vocab_start_index)
+        return best_log_probs(logits, ranks, first, partial(group.all_gather, dim=-1))
 
     def _grow(self, batch: Any, log_probs: Tensor, candidates: Tensor, bonus: Tensor) -> _Nodes:
         """The trees of a step, each within its request's own budget and topk cap."""
