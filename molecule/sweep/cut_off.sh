@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Sweep two rows and cut all ssh connections while the first is tried: `cut_off.sh PROJECT HOST RESULTS`.
+set -euo pipefail
+project=$1 host=$2 results=$3
+dropin=/run/systemd/system/sglang-ddtree.service.d/90-sweep.conf
+cd "$project"
+ansible-playbook -i molecule/inventory sweep.yml -e sweep_results_dir="$results" -e sweep_study=cut -e sweep_arms=ar \
+    -e grid=8:4 -e sweep_prompt_limit=2 -e sweep_tokens=32 &
+sweep=$!
+trap 'kill "$sweep" 2>/dev/null || true' EXIT
+for _ in $(seq 240); do
+    if testhosts/testhosts exec "$host" -- test -e "$dropin" 2>/dev/null; then
+        # The row's start takes some seconds; its readiness wait is what the cut hits.
+        sleep 2
+        testhosts/testhosts exec "$host" -- pkill -f 'sshd: root' || true
+        break
+    fi
+    sleep 0.25
+done
+wait "$sweep"
+trap - EXIT
