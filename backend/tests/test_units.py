@@ -96,7 +96,8 @@ def test_stage_clock_on_a_cpu() -> None:
     clock.start()
     for _ in STAGES:
         clock.mark()
-    (times,) = clock.finished()
+    ((tag, times),) = clock.finished("a step")
+    assert tag == "a step"
     assert list(times) == list(STAGES)
     assert all(seconds >= 0 for seconds in times.values())
     assert clock.finished() == []

@@ -24,11 +24,11 @@ class StageClock:
         self._cuda = device.startswith("cuda")
         self._steps = 0
         self._marks: list[Any] | None = None
-        self._pending: deque[list[Any]] = deque()
+        self._pending: deque[tuple[Any, list[Any]]] = deque()
 
-    def start(self) -> None:
-        """Begin a step."""
-        sampled = not self._cuda or self._steps % SAMPLE_EVERY == 0
+    def start(self, always: bool = False) -> None:
+        """Begin a step; ``always`` times it whichever it is."""
+        sampled = always or not self._cuda or self._steps % SAMPLE_EVERY == 0
         self._steps += 1
         self._marks = [self._now()] if sampled else None
 
@@ -37,16 +37,16 @@ class StageClock:
         if self._marks is not None:
             self._marks.append(self._now())
 
-    def finished(self) -> list[dict[str, float]]:
-        """End the step; stage times in seconds of all timed steps that are complete by now."""
+    def finished(self, tag: Any = None) -> list[tuple[Any, dict[str, float]]]:
+        """End the step; tag and stage times in seconds of all timed steps that are complete by now."""
         if self._marks is not None:
-            self._pending.append(self._marks)
+            self._pending.append((tag, self._marks))
             self._marks = None
         complete = []
-        while self._pending and (not self._cuda or self._pending[0][-1].query()):
-            marks = self._pending.popleft()
+        while self._pending and (not self._cuda or self._pending[0][1][-1].query()):
+            tag, marks = self._pending.popleft()
             spans = zip(self._stages, marks, marks[1:], strict=False)
-            complete.append({stage: self._between(begin, end) for stage, begin, end in spans})
+            complete.append((tag, {stage: self._between(begin, end) for stage, begin, end in spans}))
         return complete
 
     def _now(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_ddtree import limits, options
+from sglang_ddtree import limits, options, record
 from sglang_ddtree.metrics import StepMetrics, current, install, tree_head
 
 _registered: list[str] = []
@@ -141,7 +141,23 @@ def _add_limits(original: Callable[..., dict[str, Any]], controller: Any) -> dic
             return {}
 
         handlers |= {key: _UpdateHandler(validate, apply) for key in limits.KEYS}
+        if (recorder := record.current()) is not None:
+            handlers[record.KEY] = _UpdateHandler(*_record_handler(recorder, UpdateRejected))
     return handlers
+
+
+def _record_handler(recorder: record.Recorder, rejected: type[Exception]) -> tuple[Any, Any]:
+    from sglang.srt.runtime_context import get_parallel
+
+    def validate(key: str, value: Any) -> None:
+        if (refusal := recorder.refusal(value)) is not None:
+            raise rejected(refusal)
+
+    def apply(key: str, value: Any) -> dict[str, Any]:
+        recorder.switch(value, writes=get_parallel().tp_rank == 0)
+        return {}
+
+    return validate, apply
 
 
 def _show_limits(original: Callable[..., None], controller: Any, state: dict[str, Any]) -> None:
@@ -156,6 +172,9 @@ def _show_limits(original: Callable[..., None], controller: Any, state: dict[str
             "topk_cap_in_force": now.topk_cap,
             "verify_width": now.most.width,
         }
+        if (recorder := record.current()) is not None:
+            state["ddtree"]["record"] = recorder.mode
+            state["ddtree"]["record_path"] = str(recorder.path) if recorder.path is not None else None
 
 
 def _count_step(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
@@ -163,6 +182,9 @@ def _count_step(original: Callable[..., Any], processor: Any, result: Any, batch
     metrics = current() or _chain_metrics()
     running = [not (req.is_retracted or req.finished()) for req in batch.reqs]
     tokens = original(processor, result, batch)
+    step, recorder = getattr(result, "ddtree_step", None), record.current()
+    if step is not None and recorder is not None:
+        recorder.add(batch.reqs, running, step)
     if metrics is not None:
         accepted = result.num_correct_drafts_per_req_cpu
         metrics.add([nodes for nodes, counts in zip(accepted, running, strict=True) if counts])

@@ -35,7 +35,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
-from sglang_ddtree import limits
+from sglang_ddtree import limits, record
 from sglang_ddtree.accept import Acceptance, accept, verify_mask
 from sglang_ddtree.algorithm import context_message
 from sglang_ddtree.clock import StageClock
@@ -69,6 +69,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._window = max(self.options.width, self._block)
         self._draft_offsets = torch.arange(self._block, device=self.device)
         self._counts = OutputCounts(self.model_runner.model_config.vocab_size, self.device)
+        self._recorder = record.install(record.Recorder(self.options, self._block - 1))
         self._clock = StageClock(str(self.device), STAGES)
         self._step_metrics = install(
             StepMetrics(
@@ -158,7 +159,7 @@ class DDTreeWorker(DFlashWorkerV2):
                 self._counts.begin(len(pool), batch.req_pool_indices, batch.reqs, result.next_token_ids)
             return result
 
-        self._clock.start()
+        self._clock.start(always=self._recorder.mode == record.COST)
         state, prefix_lens = batch.spec_info, batch.seq_lens
         if prefix_lens.is_cuda:
             # Made on the scheduler's stream; keep its memory until this stream has read it.
@@ -194,9 +195,28 @@ class DDTreeWorker(DFlashWorkerV2):
         path = accept(nodes.tokens, nodes.parents, nodes.depths, nodes.used, ancestors, answers, stride)
         result = self._commit(batch, target, plan, path, answers, on_publish)
         self._clock.mark()
-        for seconds in self._clock.finished():
+        if self._recorder.keeps_steps:
+            result.ddtree_step = self._step_of(log_probs, candidates, prefix_lens, path)
+        size = (nodes.width, len(prefix_lens), int(host_lens.sum()))
+        for of_step, seconds in self._clock.finished(size):
             self._step_metrics.time(**seconds)
+            self._recorder.cost(of_step, seconds)
         return result
+
+    def _step_of(
+        self, log_probs: Tensor, candidates: Tensor, prefix_lens: Tensor, path: Acceptance
+    ) -> record.Step:
+        """What is recorded of a step, on its way to the host; there before its result is looked at."""
+        pad = (0, record.RANKS - candidates.shape[-1])
+        marginals = torch.nn.functional.pad(log_probs, pad, value=-torch.inf)
+        tensors = (
+            torch.nn.functional.pad(candidates, pad).to(torch.int32),
+            marginals,
+            prefix_lens.clone(),
+            path.tokens,
+            path.lengths,
+        )
+        return record.Step(*(tensor.to("cpu", non_blocking=True) for tensor in tensors))
 
     def _draft(self, batch: Any, bonus: Tensor, host_lens: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
         """One pass of the draft over ``[bonus, mask, ..]``.
@@ -267,6 +287,8 @@ class DDTreeWorker(DFlashWorkerV2):
             logits = torch.tanh(logits / cap) * cap
         group = get_parallel().tp_group
         ranks = min(self.options.topk_cap, self.options.budget)
+        if self._recorder.keeps_steps:
+            ranks = min(max(ranks, record.RANKS), self.model_runner.model_config.vocab_size)
         if shard is None or int(group.world_size) == 1:
             return best_log_probs(logits, ranks)
         first = int(shard.org_vocab_start_index)
@@ -275,6 +297,8 @@ class DDTreeWorker(DFlashWorkerV2):
     def _grow(self, batch: Any, log_probs: Tensor, candidates: Tensor, bonus: Tensor) -> _Nodes:
         """The trees of a step, each within its request's own budget and topk cap."""
         budgets, caps = self._limits.of_requests(req.sampling_params.custom_params for req in batch.reqs)
+        if (wanted := self._recorder.budget()) is not None:
+            budgets = [wanted] * len(budgets)
         budget = self.options.budget if self._one_width else max(budgets)
         ranks = max(caps)
         log_probs, candidates = log_probs[..., :ranks], candidates[..., :ranks]
@@ -289,6 +313,8 @@ class DDTreeWorker(DFlashWorkerV2):
             nodes.used &= torch.arange(nodes.width, device=self.device) <= torch.tensor(
                 budgets, device=self.device
             ).unsqueeze(1)
+        if self._recorder.mode == record.PROBE:
+            nodes.used[:, 1:] = False
         return nodes
 
     def _verify(

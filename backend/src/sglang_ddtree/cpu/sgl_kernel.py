@@ -106,10 +106,12 @@ def _rotated(word: Tensor, bits: int) -> Tensor:
     return ((word << bits) | (word >> (32 - bits))) & _WORD
 
 
-#: Called as an operator of torch, where the others are called as functions of the module.
+#: Called as an operator of torch, where the others are called as functions of the module. This file may be
+#: loaded under two names, as SGLang's package and as this one's; torch wants an operator once.
 _operators = torch.library.Library("sgl_kernel", "FRAGMENT")
-_operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-_operators.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
+    _operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+    _operators.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
 
 
 def _ranges(rows: Tensor, starts: Tensor, ends: Tensor, pool_len: int) -> list[tuple[int, int, int]]:
