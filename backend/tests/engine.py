@@ -55,10 +55,12 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
-def launch_command(port: int, flags: Sequence[str], target: Path = MODELS / "target") -> list[str]:
+def launch_command(
+    port: int, flags: Sequence[str], target: Path = MODELS / "target", base: Sequence[str] = CPU_FLAGS
+) -> list[str]:
     return [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(target)),
-        *("--host", "127.0.0.1", "--port", str(port), *CPU_FLAGS, *flags),
+        *("--host", "127.0.0.1", "--port", str(port), *base, *flags),
     ]
 
 
@@ -114,13 +116,19 @@ def tail(log: Path, lines: int = 25) -> str:
 
 
 @contextmanager
-def serve(flags: Sequence[str], log: Path, extra_env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serve(
+    flags: Sequence[str],
+    log: Path,
+    extra_env: Mapping[str, str] | None = None,
+    target: Path = MODELS / "target",
+    base: Sequence[str] = CPU_FLAGS,
+) -> Iterator[Server]:
     """A server that answers; one that dies at start fails the test at once, with the end of its log."""
     port = free_port()
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            launch_command(port, flags),
+            launch_command(port, flags, target, base),
             env=environment(extra_env),
             stdout=output,
             stderr=subprocess.STDOUT,
