@@ -39,6 +39,7 @@ from sglang_ddtree import limits, record
 from sglang_ddtree.accept import Acceptance, accept, verify_mask
 from sglang_ddtree.algorithm import context_message
 from sglang_ddtree.clock import StageClock
+from sglang_ddtree.compat import draft_placement, gathered_later, logits_processor
 from sglang_ddtree.metrics import STAGES, StepMetrics, install, prometheus, tree_head
 from sglang_ddtree.options import from_environment
 from sglang_ddtree.penalties import OutputCounts
@@ -253,7 +254,7 @@ class DDTreeWorker(DFlashWorkerV2):
             can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
         )
         plan.bind(forward, self.draft_model_runner.kv_index_translator, cols=slice(0, block))
-        with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
+        with torch.inference_mode(), draft_tp_context(draft_placement(self)):
             hidden = self.draft_model_runner.forward(forward).logits_output.hidden_states
             hidden = hidden.view(size, block, -1)[:, 1:]
             return self._best_tokens(hidden)
@@ -279,7 +280,7 @@ class DDTreeWorker(DFlashWorkerV2):
             logits = head.quant_method.apply(head, hidden.flatten(0, 1), None).unflatten(0, hidden.shape[:2])
             logits = logits[..., : int(getattr(head, "org_vocab_size", logits.shape[-1]))]
         logits = logits.float()
-        processor = self._target_logits_processor
+        processor = logits_processor(self)
         if processor is not None and processor.logit_scale is not None:
             logits = logits * processor.logit_scale
         if processor is not None and processor.final_logit_softcapping:
@@ -350,8 +351,8 @@ class DDTreeWorker(DFlashWorkerV2):
     def _answers(self, batch: Any, output: Any, nodes: _Nodes, ancestors: Tensor) -> Tensor:
         """The target's token after each node, int64 ``[batch, width]``."""
         width, info = nodes.width, batch.sampling_info
-        processor = self._target_logits_processor
-        if processor is not None and processor.is_deferred_shard(output.next_token_logits):
+        processor = logits_processor(self)
+        if gathered_later(processor, output.next_token_logits):
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
         if info is not None:
             # Not SGLang's own adjustment of a DFLASH verify: its penalties are the same for all nodes.
