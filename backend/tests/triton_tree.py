@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
-from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_ddtree.accept import verify_mask
 from sglang_ddtree.tree import ancestor_mask, build_tree
+
+try:
+    from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
+except ModuleNotFoundError:  # before 0.5.23
+    from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
 
 REQUESTS, HEADS, KV_HEADS, DIM, CONTEXT = 3, 4, 2, 32, 128
 PREFIXES = [7, 19, 12]
