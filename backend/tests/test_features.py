@@ -303,10 +303,10 @@ def test_the_switch_of_the_whole_server(ar: Server, tree: Server) -> None:
 
 def test_retraction_under_kv_pressure(ar: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A pool too small for all requests: some are sent back to the queue and start again."""
-    sampling = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": 260, "temperature": 0, "ignore_eos": True}
     texts = PROMPTS[:6]
     expected = [one["output_ids"] for one in post(ar, text=texts, sampling_params=sampling).json()]
-    flags = [*tree_flags(16, 4), "--max-total-tokens", "1400", "--schedule-conservativeness", "0.1"]
+    flags = [*tree_flags(16, 4), "--max-total-tokens", "1000", "--schedule-conservativeness", "0.1"]
     with serve(flags, tmp_path_factory.mktemp("small") / "log") as small:
         made = post(small, text=texts, sampling_params=sampling).json()
         assert [one["output_ids"] for one in made] == expected

@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import os
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +26,9 @@ SINGLE_TOKENS = 20
 #: Lengths in a batch differ, so that requests come and go in the middle of others.
 TOKENS = [12, 20, 28, 36, 44]
 CHUNK = 48
+#: Everything: without overlap all points as well, and one at a time all prompts for every point.
+WHOLE = os.environ.get("DDTREE_WHOLE") == "1"
+SHARES = 1 if WHOLE else 4
 
 
 def sources() -> list[str]:
@@ -107,6 +110,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point[0]}:{point[1]}")
 def test_batches_of_mixed_lengths(server: Server, expected: list[list[int]], point: tuple[int, int]) -> None:
+    if not WHOLE and "--disable-overlap-schedule" in server.process.args and POINTS.index(point) % 2:
+        pytest.skip("every second point; DDTREE_WHOLE=1 runs them all")
     assert differing(in_batches(server, [point] * len(PROMPTS)), expected) == []
 
 
@@ -126,15 +131,10 @@ def test_every_request_with_a_tree_of_its_own(server: Server, expected: list[lis
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point[0]}:{point[1]}")
 def test_one_at_a_time(server: Server, expected: list[list[int]], point: tuple[int, int]) -> None:
+    """A share of the prompts for each point, all prompts over all points."""
+    share = slice(POINTS.index(point) % SHARES, None, SHARES)
     outputs = [
         ask(server, [prompt], [min(SINGLE_TOKENS, count)], [point])[0]["output_ids"]
-        for prompt, count in zip(PROMPTS, lengths(), strict=True)
+        for prompt, count in zip(PROMPTS[share], lengths()[share], strict=True)
     ]
-    assert differing(outputs, expected) == []
-
-
-@pytest.mark.parametrize("plant", ["nomask", "nomove", "width"])
-def test_a_planted_fault_is_noticed(expected: list[list[int]], plant: str, tmp_path: Path) -> None:
-    environment = {"SGLANG_DDTREE_PLANT": plant, "SGLANG_DDTREE_TEST": "1"}
-    with serve(tree_flags(64, 8), tmp_path / "log", environment) as server:
-        assert len(differing(in_batches(server, [(16, 4)] * len(PROMPTS)), expected)) >= 5
+    assert differing(outputs, expected[share]) == []
