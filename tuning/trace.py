@@ -118,7 +118,7 @@ def _records(stream: BinaryIO, trace: Trace) -> Iterator[None]:
     while kind := stream.read(1):
         if kind == b"\1":
             _, prompt, length = struct.unpack("<IIH", stream.read(10))
-            rid = _exactly(stream, length).decode()
+            rid = _exactly(stream, length).decode(errors="replace")
             trace.requests.append(Request(rid, prompt))
         elif kind == b"\2":
             number, before, count = struct.unpack("<IIB", stream.read(9))

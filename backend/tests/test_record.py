@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from engine import Server, serve, tree_flags
 from prompts import PROMPTS
 from sglang_ddtree.options import Options
-from sglang_ddtree.record import COST, OFF, PROBE, TRACE, Recorder
+from sglang_ddtree.record import COST, OFF, PROBE, TRACE, Recorder, Step
 from sglang_ddtree.tree import build_tree_from_topk
 
 # The reader lies with the controller's tools, and needs nothing but Python.
@@ -172,14 +173,29 @@ def test_a_server_without_a_folder_records_nothing() -> None:
     assert "expected 0 (off)" in (recorder.refusal(7) or "")
 
 
-def test_a_full_file_ends_the_recording(tmp_path: Path) -> None:
-    recorder = Recorder(
-        Options(8, 4), 7, {"SGLANG_DDTREE_RECORD_DIR": str(tmp_path), "SGLANG_DDTREE_RECORD_MB": "1"}
+SECONDS = dict.fromkeys(("draft", "build", "verify", "commit"), 0.5)
+
+
+def recorder_in(folder: Path, megabytes: int = 1) -> Recorder:
+    settings = {"SGLANG_DDTREE_RECORD_DIR": str(folder), "SGLANG_DDTREE_RECORD_MB": str(megabytes)}
+    return Recorder(Options(8, 4), DEPTH, settings)
+
+
+def step_of(requests: int) -> Step:
+    return Step(
+        tokens=torch.zeros(requests, DEPTH, 16, dtype=torch.int32),
+        log_probs=torch.zeros(requests, DEPTH, 16),
+        before=torch.full((requests,), 9),
+        committed=torch.ones(requests, 8, dtype=torch.int64),
+        lengths=torch.full((requests,), 3, dtype=torch.int32),
     )
+
+
+def test_a_full_file_ends_the_recording(tmp_path: Path) -> None:
+    recorder = recorder_in(tmp_path)
     recorder.switch(COST)
-    seconds = dict.fromkeys(("draft", "build", "verify", "commit"), 0.5)
     for _ in range(50_000):
-        recorder.cost((9, 1, 20), seconds)
+        recorder.cost((9, 1, 20), SECONDS)
     assert recorder.mode == OFF
     trace = reader.read(str(recorder.path))
     assert trace.whole
@@ -187,11 +203,44 @@ def test_a_full_file_ends_the_recording(tmp_path: Path) -> None:
     assert trace.costs[0] == reader.Cost(9, 1, 20, 0.5, 0.5, 0.5, 0.5)
 
 
+def test_a_file_may_be_full_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    recorder = recorder_in(tmp_path)
+    recorder.switch(TRACE)
+    reqs = [SimpleNamespace(rid=f"r{i}" + "x" * 70_000, origin_input_ids=[1] * 9) for i in range(64)]
+    for _ in range(40):
+        recorder.add(reqs, [True] * 64, step_of(64))
+    assert recorder.mode == OFF
+    trace = reader.read(str(recorder.path))
+    assert trace.whole
+    assert trace.requests[0].steps[0].committed == (1, 1, 1)
+
+
+def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = recorder_in(tmp_path)
+    recorder.switch(COST)
+    recorder._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115  # the recorder closes it
+    recorder.cost((9, 1, 20), SECONDS)
+    assert recorder.mode == OFF
+    assert "No space left" in caplog.text
+
+
+def test_a_folder_that_is_gone_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = recorder_in(tmp_path / "gone")
+    recorder.switch(TRACE)
+    assert recorder.mode == OFF
+    assert "No such file" in caplog.text
+    recorder.add([SimpleNamespace(rid="r", origin_input_ids=[1])], [True], step_of(1))
+
+
 def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    recorder = Recorder(Options(8, 4), 7, {"SGLANG_DDTREE_RECORD_DIR": str(tmp_path)})
+    recorder = recorder_in(tmp_path)
     recorder.switch(COST)
     for _ in range(3):
-        recorder.cost((9, 1, 20), dict.fromkeys(("draft", "build", "verify", "commit"), 0.5))
+        recorder.cost((9, 1, 20), SECONDS)
     path = Path(str(recorder.path))
     recorder.switch(OFF)
     path.write_bytes(path.read_bytes()[:-5])

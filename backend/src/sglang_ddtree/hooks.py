@@ -90,14 +90,16 @@ def _ddtree_runs() -> bool:
 
 def _validate_request(original: Callable[..., Any], req: Any, enable_overlap: bool) -> str | None:
     """Answer a request that DDTREE cannot serve with a 400 instead of serving it wrongly."""
-    if _ddtree_runs() and (stops := req.sampling_params.stop_token_ids):
-        # What is outside the vocabulary never comes; beside a least length it would end the server.
-        req.sampling_params.stop_token_ids = {token for token in stops if 0 <= token < req.vocab_size}
-    if _ddtree_runs() and (refusal := _refusal(req)) is not None:
-        # SGLang takes a refused request through its prefill all the same, as one harmless token.
-        req.sampling_params.min_p = 0.0
-        req.sampling_params.min_new_tokens = 0
-        return refusal
+    if _ddtree_runs():
+        parameters = req.sampling_params
+        if stops := parameters.stop_token_ids:
+            # What is outside the vocabulary never comes; beside a least length it would end the server.
+            parameters.stop_token_ids = {token for token in stops if 0 <= token < req.vocab_size}
+        if (refusal := _refusal(req)) is not None:
+            # SGLang takes a refused request through its prefill all the same, as one harmless token.
+            parameters.min_p = 0.0
+            parameters.min_new_tokens = 0
+            return refusal
     answer: str | None = original(req, enable_overlap)
     return answer
 

@@ -50,6 +50,7 @@ RANKS = 16
 VERSION = 1
 MAGIC = b"DDTR"
 DEFAULT_LIMIT_MB = 256
+_LONGEST_ID = 1000
 
 
 @dataclass
@@ -105,7 +106,11 @@ class Recorder:
             return
         names = (Path(str(self._folder)) / f"{os.getpid()}-{n}.ddtr" for n in self._numbers)
         self.path = next(name for name in names if not name.exists())
-        self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        try:
+            self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        except OSError as error:
+            self._stop(str(error))
+            return
         header = {
             "mode": self.mode,
             "depth": self._depth,
@@ -138,7 +143,7 @@ class Recorder:
                 continue
             if req.rid not in self._requests:
                 self._requests[req.rid] = len(self._requests)
-                rid = req.rid.encode()
+                rid = req.rid.encode(errors="replace")[:_LONGEST_ID]  # a client may choose it
                 at, prompt = self._requests[req.rid], len(req.origin_input_ids)
                 self._write(struct.pack("<BIIH", 1, at, prompt, len(rid)) + rid)
             count = lengths[row]
@@ -156,18 +161,29 @@ class Recorder:
             self._write(struct.pack("<BHHI4f", 3, *size, *times))
 
     def _write(self, data: bytes) -> None:
-        assert self._file is not None
-        if self._written + len(data) > self._limit:
-            logger.warning("DDTREE stopped recording: %s is full (%s)", self.path, LIMIT_ENV)
-            self._close()
-            self.mode = OFF
+        """Write, or stop recording: a server does not end because a disk is full."""
+        if self._file is None:
             return
-        self._file.write(data)
+        if self._written + len(data) > self._limit:
+            self._stop(f"it is full ({LIMIT_ENV})")
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._stop(str(error))
         self._written += len(data)
+
+    def _stop(self, reason: str) -> None:
+        logger.warning("DDTREE stopped recording to %s: %s", self.path, reason)
+        self._close()
+        self.mode = OFF
 
     def _close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                logger.warning("DDTREE's record %s is not whole: %s", self.path, error)
         self._file = None
         self._written = 0
         self._requests = {}
