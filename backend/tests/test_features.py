@@ -261,12 +261,20 @@ def test_abort(tree: Server) -> None:
         ({"text": ""}, "The prompt is empty"),
         ({"text": None, "input_ids": [-1]}, "outside the vocabulary"),
         ({"text": None, "input_ids": [5, 10**9]}, "outside the vocabulary"),
+        ({"return_logprob": True, "top_logprobs_num": 5000}, "top_logprobs_num is 5000"),
     ],
 )
 def test_what_is_not_served_is_refused(tree: Server, body: dict[str, Any], words: str) -> None:
     reply = post(tree, **{"text": "x", **body})
     assert reply.status_code == 400
     assert words in reply.text
+    assert answer(tree, "x")["meta_info"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("odd", [[1], "x"])
+def test_custom_params_of_others_are_left_alone(tree: Server, odd: Any) -> None:
+    reply = post(tree, text="x", sampling_params={"max_new_tokens": 8, "custom_params": odd})
+    assert reply.status_code in (200, 400)
     assert answer(tree, "x")["meta_info"]["completion_tokens"] > 0
 
 

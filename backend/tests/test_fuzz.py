@@ -48,13 +48,15 @@ def request(draw: random.Random) -> dict[str, Any]:
             {"ddtree_topk_cap": "x"},
             {"ddtree_budget": None},
             {"other": [1, 2]},
+            [1],
+            "x",
         ),
     }
     body: dict[str, Any] = {
         "text": draw.choice((*PROMPTS, "", "x", "y " * 400, "z " * 3000)),
         "sampling_params": {key: value for key, value in sampling.items() if value is not None},
         "return_logprob": draw.random() < 0.2,
-        "top_logprobs_num": draw.choice((0, 0, 2, 5)),
+        "top_logprobs_num": draw.choice((0, 0, 2, 5, 5000)),
         "logprob_start_len": draw.choice((-1, 0, 5, 10**6)),
         "return_hidden_states": draw.random() < 0.03,
         "stream": draw.random() < 0.3,

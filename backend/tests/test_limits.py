@@ -49,6 +49,11 @@ def test_a_request_gets_what_it_asks_for_and_else_the_servers(limits: Limits) ->
     assert limits.of_requests(asked) == ([16, 16, 48, 16, 2], [4, 4, 4, 1, 2])
 
 
+@pytest.mark.parametrize("odd", [[1], "x", 5, ["ddtree_budget"]])
+def test_parameters_that_are_no_mapping_ask_for_nothing(limits: Limits, odd: Any) -> None:
+    assert limits.of_requests([odd, None]) == ([48, 48], [8, 8])
+
+
 @pytest.mark.parametrize("bad", [99, 0, -1, "8", [8], True, 8.5, float("inf"), {}])
 def test_a_refused_request_runs_with_the_servers(limits: Limits, bad: Any) -> None:
     """SGLang answers it with a 400, but takes it through a step or two first."""

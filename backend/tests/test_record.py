@@ -215,6 +215,21 @@ def test_a_file_may_be_full_in_the_middle_of_a_step(tmp_path: Path) -> None:
     assert trace.requests[0].steps[0].committed == (1, 1, 1)
 
 
+def test_an_id_that_is_used_again_is_another_request(tmp_path: Path) -> None:
+    recorder = recorder_in(tmp_path)
+    recorder.switch(TRACE)
+    for before, prompt in ((9, 9), (12, 9), (4, 4), (7, 4)):
+        step = step_of(1)
+        step.before[0] = before
+        recorder.add([SimpleNamespace(rid="same", origin_input_ids=[1] * prompt)], [True], step)
+    recorder.switch(OFF)
+    found = reader.read(str(recorder.path)).requests
+    assert [(one.prompt_tokens, [step.before for step in one.steps]) for one in found] == [
+        (9, [9, 12]),
+        (4, [4, 7]),
+    ]
+
+
 def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

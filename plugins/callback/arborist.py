@@ -37,7 +37,12 @@ QUIET = frozenset({"sweep_plan", "sweep_trial", "sweep_restore", "sweep_report",
 ROWS = frozenset({"sglang_ready", "sglang_measure"})
 
 
-SPECS = frozenset({"validate_argument_spec", "ansible.builtin.validate_argument_spec"})
+#: Tasks that fail with a message for a person.
+SPOKEN = frozenset(
+    prefix + name
+    for prefix in ("", "ansible.builtin.")
+    for name in ("validate_argument_spec", "assert", "fail")
+)
 VALUES = """With -e, a list or a mapping is given as JSON: -e '{"sglang_engine_args": {"page-size": 1}}'"""
 
 DEBUG = frozenset({"debug", "ansible.builtin.debug"})
@@ -106,9 +111,9 @@ class CallbackModule(Default):
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
         """Print the message of a task that failed; a trial's failure is told by its row."""
         if not self._quiet(result.task):
-            if result.task.action in SPECS and self._display.verbosity == 0:
-                # The message says what is wrong; the whole specification beside it hides that.
-                said = result.result.get("msg") or "the arguments do not fit the role"
+            if result.task.action in SPOKEN and self._display.verbosity == 0 and result.result.get("msg"):
+                # The message says what is wrong; a specification or an expression beside it hides that.
+                said = result.result["msg"]
                 hint = f"\n{VALUES}" if "unable to convert" in said else ""
                 self._fatal(result, f"{said}{hint}")
             else:
@@ -154,8 +159,8 @@ class CallbackModule(Default):
         for host, until in sorted(self._held.items()):
             left = max(0, round(until - time.time()))
             self._display.display(
-                f"{host} is still under the sweep. It gives itself the deployed command back in {left} s at "
-                "the latest, when its lease runs out; at once: run restore.yml.",
+                f"{host} is still under the sweep. It gives itself the deployed command back when its lease "
+                f"runs out, in {left} s; at once: run restore.yml.",
                 color=C.COLOR_WARN,
             )
         self._held.clear()

@@ -130,6 +130,22 @@ def test_a_trials_failure_is_its_row_and_others_are_messages(play: Play) -> None
     assert "fatal: [h1]: no space left\n" in said
 
 
+REFUSED = """\
+- name: Refuse
+  ansible.builtin.assert:
+    that: 1 == 2
+    fail_msg: this host is being swept
+"""
+
+
+def test_a_refusal_is_its_message_alone(play: Play) -> None:
+    status, said = play("sglang_service", REFUSED)
+    assert status != 0
+    assert "fatal: [h1]: this host is being swept\n" in said
+    assert said.count("this host is being swept") == 1
+    assert "evaluated_to" not in said
+
+
 CUT_OFF = """\
 - name: Take
   sweep_service: {result: {lease_until: 4000000000}}

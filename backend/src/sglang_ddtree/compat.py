@@ -21,3 +21,8 @@ def gathered_later(processor: Any, logits: Any) -> bool:
     """Whether a verify's logits are a part that is still to be gathered, as 0.5.23 can leave them."""
     deferred = getattr(processor, "is_deferred_shard", None)
     return deferred is not None and bool(deferred(logits))
+
+
+def logprob_settings(req: Any) -> Any:
+    """What holds a request's ``top_logprobs_num``; before 0.5.23 the request itself."""
+    return getattr(req, "logprob", req)

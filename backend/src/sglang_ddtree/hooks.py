@@ -12,6 +12,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ddtree import limits, options, record
+from sglang_ddtree.compat import logprob_settings
 from sglang_ddtree.metrics import StepMetrics, current, install, tree_head
 
 _registered: list[str] = []
@@ -99,6 +100,7 @@ def _validate_request(original: Callable[..., Any], req: Any, enable_overlap: bo
             # SGLang takes a refused request through its prefill all the same, as one harmless token.
             parameters.min_p = 0.0
             parameters.min_new_tokens = 0
+            logprob_settings(req).top_logprobs_num = 0
             return refusal
     answer: str | None = original(req, enable_overlap)
     return answer
@@ -111,6 +113,8 @@ def _refusal(req: Any) -> str | None:
         return "The prompt is empty; expected at least one token."
     if not 0 <= min(req.origin_input_ids) <= max(req.origin_input_ids) < req.vocab_size:
         return f"input_ids has a token outside the vocabulary of {req.vocab_size}."
+    if (wanted := logprob_settings(req).top_logprobs_num) > req.vocab_size:
+        return f"top_logprobs_num is {wanted}, expected at most the vocabulary of {req.vocab_size}."
     constraints = ("json_schema", "regex", "ebnf", "structural_tag")
     used = [name for name in constraints if getattr(parameters, name, None)]
     if used:

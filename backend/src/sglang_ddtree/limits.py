@@ -47,15 +47,17 @@ class Limits:
         else:
             self.topk_cap = int(value)
 
-    def of_requests(self, parameters: Iterable[Mapping[str, Any] | None]) -> tuple[list[int], list[int]]:
-        """Budget and topk cap of each request; one that asks for nothing gets the server's.
+    def of_requests(self, parameters: Iterable[Any]) -> tuple[list[int], list[int]]:
+        """Budget and topk cap of each request from its ``custom_params``; most ask for nothing.
 
-        So does one that asks for what it can't have: a refused request still goes through a step or two.
+        They get the server's, and so does one that asks for what it can't have (a refused request still goes
+        through a step or two), or whose parameters are no mapping, which SGLang lets pass.
         """
         budgets, caps = [], []
-        for asked in parameters:
-            budget = _whole(asked.get(BUDGET_KEY), self.most.budget) if asked else None
-            cap = _whole(asked.get(TOPK_CAP_KEY), self.most.topk_cap) if asked else None
+        for given in parameters:
+            asked = given if isinstance(given, Mapping) else {}
+            budget = _whole(asked.get(BUDGET_KEY), self.most.budget)
+            cap = _whole(asked.get(TOPK_CAP_KEY), self.most.topk_cap)
             budgets.append(budget or self.budget)
             caps.append(cap or self.topk_cap)
         return budgets, caps

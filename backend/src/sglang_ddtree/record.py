@@ -83,6 +83,7 @@ class Recorder:
         self._file: BinaryIO | None = None
         self._written = 0
         self._requests: dict[str, int] = {}
+        self._found = itertools.count()
         self.mode = OFF
         self.path: Path | None = None
         #: Budgets of the cost mode, small and large in turn.
@@ -120,7 +121,8 @@ class Recorder:
         }
         text = json.dumps(header).encode()
         self._write(MAGIC + struct.pack("<HI", VERSION, len(text)) + text)
-        logger.info("DDTREE records to %s (mode %d)", self.path, self.mode)
+        if self._file is not None:
+            logger.info("DDTREE records to %s (mode %d)", self.path, self.mode)
 
     @property
     def keeps_steps(self) -> bool:
@@ -139,20 +141,23 @@ class Recorder:
             return
         before, lengths = step.before.tolist(), step.lengths.tolist()
         for row, (req, counts) in enumerate(zip(reqs, running, strict=True)):
-            if not counts:
-                continue
-            if req.rid not in self._requests:
-                self._requests[req.rid] = len(self._requests)
-                rid = req.rid.encode(errors="replace")[:_LONGEST_ID]  # a client may choose it
-                at, prompt = self._requests[req.rid], len(req.origin_input_ids)
-                self._write(struct.pack("<BIIH", 1, at, prompt, len(rid)) + rid)
-            count = lengths[row]
-            committed = step.committed[row, :count].tolist()
-            self._write(
-                struct.pack(f"<BIIB{count}I", 2, self._requests[req.rid], before[row], count, *committed)
-                + step.tokens[row].numpy().tobytes()
-                + step.log_probs[row].numpy().tobytes()
-            )
+            if counts:
+                self._add_row(req, row, step, before[row], lengths[row])
+
+    def _add_row(self, req: Any, row: int, step: Step, before: int, count: int) -> None:
+        prompt = len(req.origin_input_ids)
+        number = self._requests.get(req.rid)
+        # Clients may choose ids, and the same again; a request's first step is right after its prompt.
+        if number is None or before == prompt:
+            number = self._requests[req.rid] = next(self._found)
+            rid = req.rid.encode(errors="replace")[:_LONGEST_ID]
+            self._write(struct.pack("<BIIH", 1, number, prompt, len(rid)) + rid)
+        committed = step.committed[row, :count].tolist()
+        self._write(
+            struct.pack(f"<BIIB{count}I", 2, number, before, count, *committed)
+            + step.tokens[row].numpy().tobytes()
+            + step.log_probs[row].numpy().tobytes()
+        )
 
     def cost(self, size: tuple[int, int, int], seconds: Mapping[str, float]) -> None:
         """Write what a step cost; ``size``: verify width, requests, tokens before the roots in all."""
@@ -187,6 +192,7 @@ class Recorder:
         self._file = None
         self._written = 0
         self._requests = {}
+        self._found = itertools.count()
 
 
 def _round(budget: int) -> list[int]:
