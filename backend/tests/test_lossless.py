@@ -26,7 +26,7 @@ SINGLE_TOKENS = 20
 #: Lengths in a batch differ, so that requests come and go in the middle of others.
 TOKENS = [12, 20, 28, 36, 44]
 CHUNK = 48
-#: Everything: without overlap all points as well, and one at a time all prompts for every point.
+#: Everything: every point sees all prompts, without overlap and one at a time too, and not a share of them.
 WHOLE = os.environ.get("DDTREE_WHOLE") == "1"
 SHARES = 1 if WHOLE else 4
 
@@ -69,13 +69,16 @@ def ask(server: Server, prompts: list[str], tokens: list[int], points: list[tupl
     return answer.json()
 
 
-def in_batches(server: Server, points: list[tuple[int, int]] | None) -> list[list[int]]:
-    """All prompts, ``BATCH`` at a time."""
+def in_batches(
+    server: Server, points: list[tuple[int, int]] | None, share: slice = slice(None)
+) -> list[list[int]]:
+    """The share of the prompts, ``BATCH`` at a time; the points are gone through in turn."""
+    prompts, tokens = PROMPTS[share], lengths()[share]
+    asked = list(itertools.islice(itertools.cycle(points), len(prompts))) if points else None
     outputs = []
-    for start in range(0, len(PROMPTS), BATCH):
+    for start in range(0, len(prompts), BATCH):
         part = slice(start, start + BATCH)
-        asked = points[part] if points else None
-        answers = ask(server, PROMPTS[part], lengths()[part], asked)
+        answers = ask(server, prompts[part], tokens[part], asked[part] if asked else None)
         outputs += [answer["output_ids"] for answer in answers]
     return outputs
 
@@ -95,30 +98,31 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return outputs
 
 
-@pytest.fixture(scope="module", params=["overlap", "no overlap"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no overlap"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(overlap: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = [*tree_flags(64, 8), "--chunked-prefill-size", str(CHUNK)]
-    if request.param == "no overlap":
+    if not overlap:
         flags.append("--disable-overlap-schedule")
     with serve(flags, tmp_path_factory.mktemp("tree") / "log") as made:
         yield made
 
 
-def label(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value[0]}:{value[1]}"
+def label(value: tuple[int, int]) -> str:
+    return f"{value[0]}:{value[1]}"
 
 
-@pytest.mark.parametrize(
-    ("server", "point"),
-    [
-        *(("overlap", point) for point in POINTS),
-        *(("no overlap", point) for point in (POINTS if WHOLE else POINTS[::2])),
-    ],
-    indirect=["server"],
-    ids=label,
-)
-def test_batches_of_mixed_lengths(server: Server, expected: list[list[int]], point: tuple[int, int]) -> None:
-    assert differing(in_batches(server, [point] * len(PROMPTS)), expected) == []
+@pytest.mark.parametrize("point", POINTS, ids=label)
+def test_batches_of_mixed_lengths(
+    server: Server, overlap: bool, expected: list[list[int]], point: tuple[int, int]
+) -> None:
+    """Without overlap half of the prompts for each point, all prompts over all points."""
+    share = slice(None) if overlap or WHOLE else slice(POINTS.index(point) % 2, None, 2)
+    assert differing(in_batches(server, [point], share), expected[share]) == []
 
 
 def test_chunked_prefill_and_the_radix_cache_were_in_it(server: Server, expected: list[list[int]]) -> None:
@@ -131,8 +135,7 @@ def test_chunked_prefill_and_the_radix_cache_were_in_it(server: Server, expected
 
 
 def test_every_request_with_a_tree_of_its_own(server: Server, expected: list[list[int]]) -> None:
-    mixed = list(itertools.islice(itertools.cycle(POINTS), len(PROMPTS)))
-    assert differing(in_batches(server, mixed), expected) == []
+    assert differing(in_batches(server, POINTS), expected) == []
 
 
 @pytest.mark.parametrize("point", POINTS, ids=label)
