@@ -130,13 +130,13 @@ def _refusal(req: Any) -> str | None:
 
 
 def _add_limits(original: Callable[..., dict[str, Any]], controller: Any) -> dict[str, Any]:
-    """Let ``/set_internal_state`` lower and raise budget and topk cap."""
+    """Let ``/set_internal_state`` change what is in force."""
     handlers = original(controller)
     if _ddtree_runs():
         from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
 
         def validate(key: str, value: Any) -> None:
-            if (refusal := limits.current().refusal({key: value})) is not None:
+            if (refusal := limits.current().switch_refusal(key, value)) is not None:
                 raise UpdateRejected(refusal)
 
         def apply(key: str, value: Any) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _add_limits(original: Callable[..., dict[str, Any]], controller: Any) -> dic
                 metrics.retitle(tree_head(now.budget, now.topk_cap))
             return {}
 
-        handlers |= {key: _UpdateHandler(validate, apply) for key in limits.KEYS}
+        handlers |= {key: _UpdateHandler(validate, apply) for key in (*limits.KEYS, limits.ADAPTIVE_KEY)}
         if (recorder := record.current()) is not None:
             handlers[record.KEY] = _UpdateHandler(*_record_handler(recorder, UpdateRejected))
     return handlers
@@ -177,6 +177,8 @@ def _show_limits(original: Callable[..., None], controller: Any, state: dict[str
             "budget_in_force": now.budget,
             "topk_cap_in_force": now.topk_cap,
             "verify_width": now.most.width,
+            "adaptive": now.adaptive,
+            "mean_budget": round(now.chooser.mean, 1) if now.adaptive else now.budget,
         }
         if (recorder := record.current()) is not None:
             state["ddtree"]["record"] = recorder.mode

@@ -3,7 +3,8 @@
 A server starts with the largest it can do, because its KV reservation and its graphs are sized by it. Below
 that both can be lowered and raised again while it runs: for all requests through SGLang's own
 ``/set_internal_state`` (``{"server_args": {"ddtree_budget": 8, "ddtree_topk_cap": 4}}``), for one request
-through its ``custom_params`` (``{"ddtree_budget": 8}``). Greedy output does not depend on either.
+through its ``custom_params`` (``{"ddtree_budget": 8}``). Within the budget in force the server can choose
+each step's own (``{"server_args": {"ddtree_adaptive": 1}}``). Greedy output does not depend on any of them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sglang_ddtree.adaptive import AdaptiveBudget
 from sglang_ddtree.options import Options, from_environment
 
 BUDGET_KEY = "ddtree_budget"
 TOPK_CAP_KEY = "ddtree_topk_cap"
 KEYS = (BUDGET_KEY, TOPK_CAP_KEY)
+#: Of the whole server only.
+ADAPTIVE_KEY = "ddtree_adaptive"
 
 
 class Limits:
@@ -26,6 +30,10 @@ class Limits:
         self.most = most
         self.budget = most.budget
         self.topk_cap = most.topk_cap
+        self.adaptive = most.adaptive
+        #: Why this server can't be adaptive, None when it can; the worker knows.
+        self.adaptive_refusal: str | None = None
+        self.chooser = AdaptiveBudget(most.budget)
 
     def refusal(self, values: Mapping[str, Any]) -> str | None:
         """Why ``values`` (by the keys of this module, others are not looked at) can't be taken, or None."""
@@ -40,12 +48,22 @@ class Limits:
             return f"{unknown[0]} is unknown, expected one of {', '.join(KEYS)}"
         return None
 
+    def switch_refusal(self, key: str, value: Any) -> str | None:
+        """Why the whole server can't be switched to a value, or None."""
+        if key != ADAPTIVE_KEY:
+            return self.refusal({key: value})
+        if value not in (0, 1):
+            return f"{key} is {value!r}, expected 0 (off) or 1 (on)"
+        return self.adaptive_refusal if value else None
+
     def set(self, key: str, value: float) -> None:
-        """Put a value in force that :meth:`refusal` has nothing against."""
+        """Put a value in force that :meth:`switch_refusal` has nothing against."""
         if key == BUDGET_KEY:
             self.budget = int(value)
-        else:
+        elif key == TOPK_CAP_KEY:
             self.topk_cap = int(value)
+        else:
+            self.adaptive = bool(value)
 
     def of_requests(self, parameters: Iterable[Any]) -> tuple[list[int], list[int]]:
         """Budget and topk cap of each request from its ``custom_params``; most ask for nothing.

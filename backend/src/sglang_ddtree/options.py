@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 BUDGET_FLAG = "--speculative-ddtree-budget"
 TOPK_CAP_FLAG = "--speculative-ddtree-topk-cap"
+ADAPTIVE_FLAG = "--speculative-ddtree-adaptive"
 #: SGLang's record of arguments has no room for a plugin's, and its processes are started with that
 #: record alone.
 BUDGET_ENV = "SGLANG_DDTREE_BUDGET"
 TOPK_CAP_ENV = "SGLANG_DDTREE_TOPK_CAP"
+ADAPTIVE_ENV = "SGLANG_DDTREE_ADAPTIVE"
 PLANT_ENV = "SGLANG_DDTREE_PLANT"
 TEST_ENV = "SGLANG_DDTREE_TEST"
 
@@ -30,6 +32,8 @@ class Options:
     """Tree nodes besides the root."""
     topk_cap: int
     """Ranks tried at a depth."""
+    adaptive: bool = False
+    """Whether each step's tree stops growing where a node no longer pays; the budget is the most then."""
     plant: str | None = None
     """A planted fault: ``nomask`` verifies without the tree mask, ``nomove`` leaves accepted KV where it is,
     ``width`` announces the draft's block as the width of the verify, ``bias`` now and then takes a drafted
@@ -59,6 +63,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"DDTREE only. Most likely tokens tried at a depth of the tree. Default {DEFAULT_TOPK_CAP}.",
     )
+    group.add_argument(
+        ADAPTIVE_FLAG,
+        action="store_true",
+        default=None,
+        help="DDTREE only, without CUDA graphs. Each step's tree, up to the budget, stops growing where the "
+        "tokens that a node is likely to add no longer pay for its time; both are learned while serving. "
+        "Default: every tree has the budget's nodes.",
+    )
 
 
 def store_flags(args: argparse.Namespace) -> None:
@@ -70,17 +82,19 @@ def store_flags(args: argparse.Namespace) -> None:
     given = {
         BUDGET_ENV: (BUDGET_FLAG, getattr(args, "speculative_ddtree_budget", None)),
         TOPK_CAP_ENV: (TOPK_CAP_FLAG, getattr(args, "speculative_ddtree_topk_cap", None)),
+        ADAPTIVE_ENV: (ADAPTIVE_FLAG, getattr(args, "speculative_ddtree_adaptive", None) or None),
     }
     algorithm = getattr(args, "speculative_algorithm", None)
     for name, (flag, value) in given.items():
         if value is None:
             continue
         if (algorithm or "").upper() != "DDTREE":
+            shown = flag if value is True else f"{flag} {value}"
             raise ValueError(
-                f"{flag} {value} was given with --speculative-algorithm {algorithm or '(none)'}; "
+                f"{shown} was given with --speculative-algorithm {algorithm or '(none)'}; "
                 f"expected --speculative-algorithm DDTREE, or leave the flag out."
             )
-        os.environ[name] = str(value)
+        os.environ[name] = str(int(value))
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Options:
@@ -101,6 +115,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Options:
     return Options(
         budget=_at_least_one(environ, BUDGET_ENV, BUDGET_FLAG, DEFAULT_BUDGET),
         topk_cap=_at_least_one(environ, TOPK_CAP_ENV, TOPK_CAP_FLAG, DEFAULT_TOPK_CAP),
+        adaptive=_switch(environ, ADAPTIVE_ENV, ADAPTIVE_FLAG),
         plant=plant,
     )
 
@@ -114,3 +129,10 @@ def _at_least_one(environ: Mapping[str, str], name: str, flag: str, default: int
     if value < 1:
         raise ValueError(f"{flag} (environment {name}) is {value}, expected at least 1")
     return value
+
+
+def _switch(environ: Mapping[str, str], name: str, flag: str) -> bool:
+    raw = environ.get(name) or "0"
+    if raw not in ("0", "1"):
+        raise ValueError(f"{flag} (environment {name}) is {raw!r}, expected 0 or 1")
+    return raw == "1"

@@ -8,6 +8,7 @@ result to reach the host, so that the scheduler can prepare the next batch meanw
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ from sglang_ddtree.algorithm import context_message
 from sglang_ddtree.clock import StageClock
 from sglang_ddtree.compat import draft_placement, gathered_later, logits_processor
 from sglang_ddtree.metrics import STAGES, StepMetrics, install, prometheus, tree_head
-from sglang_ddtree.options import from_environment
+from sglang_ddtree.options import ADAPTIVE_FLAG, from_environment
 from sglang_ddtree.penalties import OutputCounts
 from sglang_ddtree.sampling import answer_nodes
 from sglang_ddtree.tree import DraftTree, ancestor_mask, best_log_probs, build_tree_from_topk
@@ -66,6 +67,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._limits = limits.current()
         #: With graphs every verify has the captured width, and a lower budget leaves nodes unused.
         self._one_width = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
+        self._refuse_adaptive()
         #: KV slots of a step: both the draft's block and the tree start at the committed prefix.
         self._window = max(self.options.width, self._block)
         self._draft_offsets = torch.arange(self._block, device=self.device)
@@ -123,6 +125,21 @@ class DDTreeWorker(DFlashWorkerV2):
                     f"DDTREE needs independent distributions per drafted position, and found a draft with a "
                     f"{kind} head: expected a plain DFlash draft; change --speculative-draft-model-path"
                 )
+
+    def _refuse_adaptive(self) -> None:
+        """Say why a server can't choose its budgets step by step; at start, if that is what it was told to.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if self._one_width:
+            self._limits.adaptive_refusal = (
+                "with CUDA graphs every verify has the captured width; expected --disable-cuda-graph"
+            )
+        elif int(get_parallel().tp_group.world_size) != 1:
+            self._limits.adaptive_refusal = "ranks would choose differently; expected --tp-size 1"
+        if self._limits.adaptive and self._limits.adaptive_refusal is not None:
+            raise ValueError(f"{ADAPTIVE_FLAG}: {self._limits.adaptive_refusal}; or leave the flag out")
 
     def init_attention_backends(self) -> None:
         """Build the draft's attention for its block."""
@@ -198,10 +215,14 @@ class DDTreeWorker(DFlashWorkerV2):
         self._clock.mark()
         if self._recorder.keeps_steps:
             result.ddtree_step = self._step_of(log_probs, candidates, prefix_lens, path)
+        if self._limits.adaptive:
+            learned = (nodes.log_probs, path.nodes, path.lengths)
+            self._limits.chooser.learn(*(tensor.cpu().numpy() for tensor in learned))
         size = (nodes.width, len(prefix_lens), int(host_lens.sum()))
         for of_step, seconds in self._clock.finished(size):
             self._step_metrics.time(**seconds)
             self._recorder.cost(of_step, seconds)
+            self._limits.chooser.took(of_step[0], of_step[1], sum(seconds.values()))
         return result
 
     def _step_of(
@@ -300,7 +321,10 @@ class DDTreeWorker(DFlashWorkerV2):
         budgets, caps = self._limits.of_requests(req.sampling_params.custom_params for req in batch.reqs)
         if (wanted := self._recorder.budget()) is not None:
             budgets = [wanted] * len(budgets)
+        adaptive = self._limits.adaptive and wanted is None and self._recorder.mode != record.PROBE
         budget = self.options.budget if self._one_width else max(budgets)
+        if adaptive:
+            budget = min(budget, self._limits.chooser.start(len(budgets), time.perf_counter()))
         ranks = max(caps)
         log_probs, candidates = log_probs[..., :ranks], candidates[..., :ranks]
         if min(caps) < log_probs.shape[-1]:
@@ -310,12 +334,12 @@ class DDTreeWorker(DFlashWorkerV2):
         tree = build_tree_from_topk(log_probs, candidates, budget)
         nodes = _with_root(tree, bonus)
         if min(budgets) < budget:
-            # A smaller budget's tree is the beginning of a larger one's.
-            nodes.used &= torch.arange(nodes.width, device=self.device) <= torch.tensor(
-                budgets, device=self.device
-            ).unsqueeze(1)
+            nodes.limit(torch.tensor(budgets, device=self.device))
         if self._recorder.mode == record.PROBE:
             nodes.used[:, 1:] = False
+        if adaptive:
+            # The host decides, because shapes follow: without graphs, and one device (see _refuse_adaptive).
+            nodes = nodes.first(self._limits.chooser.choose(nodes.log_probs.cpu().numpy()))
         return nodes
 
     def _verify(
@@ -421,9 +445,25 @@ class DDTreeWorker(DFlashWorkerV2):
 class _Nodes:
     """A tree with its root: what the target verifies, all ``[batch, budget + 1]``."""
 
-    def __init__(self, tokens: Tensor, parents: Tensor, depths: Tensor, used: Tensor) -> None:
+    def __init__(
+        self, tokens: Tensor, parents: Tensor, depths: Tensor, used: Tensor, log_probs: Tensor
+    ) -> None:
         self.tokens, self.parents, self.depths, self.used = tokens, parents, depths, used
+        #: ``[batch, budget]``, without the root; -inf for nodes not in use.
+        self.log_probs = log_probs
         self.width = tokens.shape[1]
+
+    def limit(self, budgets: Tensor) -> None:
+        """Leave each tree only as many nodes: a smaller budget's tree is the beginning of a larger one's."""
+        beyond = torch.arange(self.width, device=budgets.device) > budgets.unsqueeze(1)
+        self.used &= ~beyond
+        self.log_probs = self.log_probs.masked_fill(beyond[:, 1:], -torch.inf)
+
+    def first(self, budget: int) -> _Nodes:
+        """All trees cut to one budget, in shape as well."""
+        nodes = slice(budget + 1)
+        tokens, parents, depths = self.tokens[:, nodes], self.parents[:, nodes], self.depths[:, nodes]
+        return _Nodes(tokens, parents, depths, self.used[:, nodes], self.log_probs[:, :budget])
 
 
 def _with_root(tree: DraftTree, bonus: Tensor) -> _Nodes:
@@ -433,4 +473,4 @@ def _with_root(tree: DraftTree, bonus: Tensor) -> _Nodes:
     # Ranks that a request may not use were given no probability.
     used[:, 1:] &= tree.log_probs > -torch.inf
     tokens = torch.cat([bonus.unsqueeze(1), tree.tokens], 1)
-    return _Nodes(tokens, pad(tree.parents, (1, 0)), pad(tree.depths, (1, 0)), used)
+    return _Nodes(tokens, pad(tree.parents, (1, 0)), pad(tree.depths, (1, 0)), used, tree.log_probs)

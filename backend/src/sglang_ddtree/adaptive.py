@@ -1,0 +1,192 @@
+"""How many nodes are worth verifying, step by step.
+
+A node of the tree is worth what it adds to the expected accept length: the probability of its path (Ringel
+and Romano, arXiv 2604.12989, Proposition 1). It costs what it adds to the time of the step, in which the
+server would otherwise commit tokens at its present rate. So a tree grows while
+
+    probability of the node, over all requests  >  tokens per second * seconds that one more node takes
+
+which is the best that can be done for tokens over time (Dinkelbach's rule for a ratio of sums; the stopping
+rule is that of CaDDTree, arXiv 2606.01813). All three figures are learned while serving: the draft's
+probabilities are corrected by how often such nodes were accepted, the time of a step is fitted by a line over
+its nodes, and the rate is what was committed lately. Imports NumPy only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+#: What a step still counts for after one more, in the fit of times and in the rate: about 200 steps.
+_KEEP = 0.995
+#: The same for the draft's probabilities, which change slowly and are rare at the lower end.
+_KEEP_PROBABILITIES = 0.999
+#: The draft is believed as much as this many expected acceptances say.
+_PRIOR = 2.0
+#: Probabilities are told apart by half powers of two, down to 2^-12.
+_BINS = 24
+#: The first steps try all widths, later one in so many does, so that the line never rests on one width.
+_FIRST, _EVERY = 12, 32
+#: A step that took this many times what was expected was disturbed, and counts as that long.
+_DISTURBED = 3.0
+#: Trees are built for at least this many nodes; what paid lately is forgotten in some ten steps.
+_LEAST, _RECENT = 8, 0.95
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class _StepTime:
+    """Seconds of a step as a line over the nodes it verifies, and the rate of tokens; older steps fade."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # weight, x, y, xx, xy
+        self._steps = 0
+        self._tokens = self._token_steps = 0.0
+        self._period = self._periods = 0.0
+        self.recent = 0.0
+        """Largest budget that paid lately; it fades."""
+
+    def add(self, nodes: int, seconds: float) -> None:
+        expected = self.predict(nodes)
+        if expected is not None:
+            seconds = min(seconds, _DISTURBED * expected)
+        self._sums = self._sums * _KEEP + np.array([1.0, nodes, seconds, nodes * nodes, nodes * seconds])
+
+    def committed(self, tokens: int) -> None:
+        self._tokens = self._tokens * _KEEP + tokens
+        self._token_steps = self._token_steps * _KEEP + 1
+
+    def period(self, seconds: float) -> None:
+        """Time from the start of a step to the start of the next, which is more than its stages."""
+        if self._sums[0] and seconds < _DISTURBED * self._sums[2] / self._sums[0]:
+            self._period = self._period * _KEEP + seconds
+            self._periods = self._periods * _KEEP + 1
+
+    def predict(self, nodes: int) -> float | None:
+        """Seconds of a step; None before anything is known."""
+        slope = self.slope()
+        weight, x, y, *_ = self._sums
+        return None if slope is None else max(float(y / weight + slope * (nodes - x / weight)), 1e-9)
+
+    def slope(self) -> float | None:
+        """Seconds that one more node takes; None before two widths were seen."""
+        weight, x, y, xx, xy = self._sums
+        spread = weight * xx - x * x
+        if spread <= 1e-6 * max(x * x, 1.0):
+            return None
+        return max(0.0, float((weight * xy - x * y) / spread))
+
+    def rate(self) -> float | None:
+        """Committed tokens per second; None before anything is known."""
+        if not self._token_steps or not self._sums[0]:
+            return None
+        seconds = self._period / self._periods if self._periods else self._sums[2] / self._sums[0]
+        return float(self._tokens / self._token_steps / seconds)
+
+    def tries(self) -> int | None:
+        """Count a step; which width it is to try out of the round of them, None: the one that pays."""
+        self._steps += 1
+        if self._steps <= _FIRST:
+            return self._steps
+        return self._steps // _EVERY if self._steps % _EVERY == 0 else None
+
+
+class AdaptiveBudget:
+    """Chooses the budget of a step. One for a server; batches of similar size share a line of times."""
+
+    def __init__(self, most: int) -> None:
+        """Start with no knowledge, for budgets up to ``most``."""
+        #: Few, about a third apart: a width that is new to a device costs it more than it can save.
+        self._budgets = np.array(_ladder(most))
+        self._round = sorted({max(1, most * part // 8) for part in (1, 2, 4, 8)}, reverse=True)
+        self._times: dict[int, _StepTime] = {}
+        self._expected = np.zeros(_BINS)
+        self._accepted = np.zeros(_BINS)
+        self._started: tuple[int, float] | None = None
+        self._tried: int | None = None
+        self._chosen = self._choices = 0.0
+
+    def start(self, batch: int, now: float) -> int:
+        """Begin a step.
+
+        Args:
+            batch: its requests.
+            now: a clock in seconds.
+
+        Returns:
+            how many nodes are enough for :meth:`choose`: twice what was needed lately.
+        """
+        times = self._of(batch)
+        if self._started is not None and self._started[0] == batch:
+            times.period(now - self._started[1])
+        self._started = batch, now
+        tried = times.tries()
+        self._tried = None if tried is None else self._round[tried % len(self._round)]
+        return self._tried or max(_LEAST, int(2 * times.recent))
+
+    def choose(self, log_probs: Array) -> int:
+        """The budget of the step that was begun.
+
+        Args:
+            log_probs: float ``[batch, budget]`` of the nodes in pop order; -inf for those a request has not.
+
+        Returns:
+            at least 1, at most the nodes given.
+        """
+        batch, budget = map(int, log_probs.shape)
+        times = self._of(batch)
+        slope, rate = times.slope(), times.rate()
+        if self._tried is None and slope is not None and rate is not None:
+            gains = self.probabilities(log_probs).sum(0)
+            worth = np.cumsum(gains - rate * slope * batch)
+            budgets = self._budgets[self._budgets <= budget]
+            budget = int(budgets[worth[budgets - 1].argmax()])
+            times.recent = max(budget, _RECENT * times.recent)
+        self._chosen = self._chosen * _KEEP + budget
+        self._choices = self._choices * _KEEP + 1
+        return budget
+
+    def probabilities(self, log_probs: Array) -> Array:
+        """How likely nodes are to be accepted: the draft's probability, corrected by what became of such."""
+        believed = (self._accepted + _PRIOR) / (self._expected + _PRIOR)
+        return np.exp(log_probs) * believed[_bins(log_probs)]
+
+    def took(self, width: int, batch: int, seconds: float) -> None:
+        """Learn the time of a step that verified ``width`` nodes of each request."""
+        self._of(batch).add(width * batch, seconds)
+
+    def learn(self, log_probs: Array, nodes: Array, lengths: Array) -> None:
+        """Learn what became of a step's nodes.
+
+        Args:
+            log_probs: float ``[batch, budget]``, as verified.
+            nodes: int ``[batch, width]``: node at each depth of the path, the root is node 0.
+            lengths: int ``[batch]``: committed tokens, nodes of the path with the root.
+        """
+        hit = np.zeros(log_probs.shape)
+        for row, length in enumerate(lengths.tolist()):
+            hit[row, nodes[row, 1:length] - 1] = 1.0
+        index = _bins(log_probs).ravel()
+        for sums, what in ((self._expected, np.exp(log_probs)), (self._accepted, hit)):
+            sums *= _KEEP_PROBABILITIES
+            sums += np.bincount(index, what.ravel(), _BINS)
+        self._of(len(lengths)).committed(int(lengths.sum()))
+
+    @property
+    def mean(self) -> float:
+        """Mean budget of the last steps, 0 before the first."""
+        return self._chosen / self._choices if self._choices else 0.0
+
+    def _of(self, batch: int) -> _StepTime:
+        return self._times.setdefault(batch.bit_length(), _StepTime())
+
+
+def _bins(log_probs: Array) -> Array:
+    return np.clip(log_probs * (-2 / np.log(2)), 0, _BINS - 1).astype(np.int64)
+
+
+def _ladder(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, .. and ``most``."""
+    steps = {part * 2**power for power in range(most.bit_length()) for part in (2, 3)}
+    return sorted({1, most, *(step for step in steps if step < most)})
