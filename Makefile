@@ -71,7 +71,7 @@ test-python: setup ## tuning, modules, filters, roles' argument specs, test host
 	pytest
 
 # In two halves side by side: a server keeps one core busy.
-SECOND_HALF := tests/test_lossless.py tests/test_record.py tests/test_sampling.py
+SECOND_HALF := tests/test_lossless.py tests/test_record.py tests/test_sampling.py tests/test_triton_server.py
 
 test-backend: engine ## the backend on the real SGLang
 	@mkdir -p build; cd backend; python=$(CURDIR)/$(ENGINE)/bin/python; rc=0; \

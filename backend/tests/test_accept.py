@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from sglang_ddtree.accept import accept, verify_mask
-from sglang_ddtree.tree import ancestor_mask, build_tree
+from sglang_ddtree.accept import Acceptance, _accept, _scattered_mask, accept, verify_mask
+from sglang_ddtree.tree import ancestor_mask, build_tree, paths_of
+
+#: On a CPU, and as accelerators do.
+WAYS = pytest.mark.parametrize("way", [accept, _accept])
 
 
 def walk(tokens: list[int], parents: list[int], count: int, answers: list[int]) -> list[int]:
@@ -19,7 +24,8 @@ def walk(tokens: list[int], parents: list[int], count: int, answers: list[int]) 
 
 
 @pytest.mark.parametrize(("budget", "cap", "vocab"), [(4, 4, 3), (16, 3, 4), (40, 2, 8), (100, 2, 4)])
-def test_equals_walk(budget: int, cap: int, vocab: int) -> None:
+@WAYS
+def test_equals_walk(way: Callable[..., Acceptance], budget: int, cap: int, vocab: int) -> None:
     torch.manual_seed(budget)
     batch, depth = 64, 5
     tree = build_tree(torch.log_softmax(torch.randn(batch, depth, vocab), -1), budget, cap)
@@ -29,7 +35,8 @@ def test_equals_walk(budget: int, cap: int, vocab: int) -> None:
     # Answers that often follow the tree: the token of a random child, sometimes noise.
     answers = torch.randint(vocab, (batch, budget + 1))
     width = min(budget, depth) + 1
-    result = accept(tokens, parents, depths, used, ancestor_mask(tree.parents, depth), answers, width)
+    paths = torch.nn.functional.pad(paths_of(tree, depth), (0, 0, 1, 0))
+    result = way(tokens, parents, depths, used, paths, answers, width)
     lengths = set()
     for row in range(batch):
         path = walk(tokens[row].tolist(), parents[row].tolist(), int(tree.count[row]), answers[row].tolist())
@@ -43,24 +50,26 @@ def test_equals_walk(budget: int, cap: int, vocab: int) -> None:
     assert len(lengths) > 2, "the case must show several path lengths to prove anything"
 
 
-def test_padding_never_matches() -> None:
+@WAYS
+def test_padding_never_matches(way: Callable[..., Acceptance]) -> None:
     """A padded node carries token 0 and parent 0; a target that answers 0 at the root must not accept it."""
     tokens = torch.tensor([[9, 5, 0]])
     parents = torch.zeros(1, 3, dtype=torch.int64)
     depths = torch.tensor([[0, 1, 0]])
-    ancestors = ancestor_mask(parents[:, 1:])
+    paths = torch.tensor([[[0], [1], [0]]])
     answers = torch.zeros(1, 3, dtype=torch.int64)
     used = torch.tensor([[True, True, False]])
-    result = accept(tokens, parents, depths, used, ancestors, answers, 2)
+    result = way(tokens, parents, depths, used, paths, answers, 2)
     assert result.lengths.tolist() == [1]
     assert result.bonus.tolist() == [0]
 
 
-def test_verify_mask_by_hand() -> None:
+@pytest.mark.parametrize(("make", "sum_of_prefixes"), [(verify_mask, 2), (_scattered_mask, 4)])
+def test_verify_mask_by_hand(make: Callable[..., torch.Tensor], sum_of_prefixes: int) -> None:
     """Two requests with prefixes 2 and 0, trees root-1-2 and root-1, root-2."""
-    ancestors = ancestor_mask(torch.tensor([[0, 1], [0, 0]]))
-    mask = verify_mask(ancestors, torch.tensor([2, 0]), prefix_sum_bound=4)
-    assert mask.numel() == 3 * (4 + 6)
+    ancestors = ancestor_mask(torch.tensor([[[0, 0], [1, 0], [1, 2]], [[0, 0], [1, 0], [2, 0]]]))
+    mask = make(ancestors, torch.tensor([2, 0]), 4)
+    assert mask.numel() == 3 * (sum_of_prefixes + 6)
     first = mask[:15].view(3, 5).int().tolist()
     assert first == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     assert mask[15:24].view(3, 3).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]

@@ -285,17 +285,19 @@ def test_a_stop_token_that_can_not_come(ar: Server, tree: Server) -> None:
     assert answer(tree, PROMPTS[0], sampling_params=stops)["output_ids"] == expected
 
 
+def switch(server: Server, **values: Any) -> Any:
+    reply = requests.post(f"{server.url}/set_internal_state", json={"server_args": values}, timeout=60)
+    reply.raise_for_status()
+    return reply.json()
+
+
+def shown(server: Server) -> Any:
+    return requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]["ddtree"]
+
+
 def test_the_switch_of_the_whole_server(ar: Server, tree: Server) -> None:
     """A hundred switches while requests run; the answers stay what they are."""
     expected = [answer(ar, prompt, sampling_params={"ignore_eos": True})["output_ids"] for prompt in PROMPTS]
-
-    def switch(**values: Any) -> Any:
-        reply = requests.post(f"{tree.url}/set_internal_state", json={"server_args": values}, timeout=60)
-        reply.raise_for_status()
-        return reply.json()
-
-    def shown() -> Any:
-        return requests.get(f"{tree.url}/server_info", timeout=60).json()["internal_states"][0]["ddtree"]
 
     def load(number: int) -> list[list[int]]:
         point = POINTS[number % 3] if number % 2 else None
@@ -305,13 +307,43 @@ def test_the_switch_of_the_whole_server(ar: Server, tree: Server) -> None:
         runs = [pool.submit(load, number) for number in range(4)]
         for number in range(100):
             budget, cap = 1 + number * 7 % 32, 1 + number % 8
-            assert switch(ddtree_budget=budget, ddtree_topk_cap=cap) == [True]
-            assert (shown()["budget_in_force"], shown()["topk_cap_in_force"]) == (budget, cap)
+            assert switch(tree, ddtree_budget=budget, ddtree_topk_cap=cap) == [True]
+            assert (shown(tree)["budget_in_force"], shown(tree)["topk_cap_in_force"]) == (budget, cap)
         assert [run.result() for run in runs] == [expected] * 4
-    assert switch(ddtree_budget=33) == [False]
-    assert switch(ddtree_budget=0) == [False]
-    assert switch(ddtree_budget=32, ddtree_topk_cap=8) == [True]
-    assert shown()["budget"] == 32
+    assert switch(tree, ddtree_budget=33) == [False]
+    assert switch(tree, ddtree_budget=0) == [False]
+    assert switch(tree, ddtree_budget=32, ddtree_topk_cap=8) == [True]
+    assert shown(tree)["budget"] == 32
+
+
+def test_adaptive_budgets(ar: Server, tree: Server) -> None:
+    """Alone, in batches, with limits of their own and sampled neighbours: the text is the target's."""
+    greedy = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+    expected = [one["output_ids"] for one in post(ar, text=PROMPTS, sampling_params=greedy).json()]
+    assert switch(tree, ddtree_adaptive=1) == [True]
+    try:
+        one_by_one = [post(tree, text=prompt, sampling_params=greedy).json() for prompt in PROMPTS]
+        assert [one["output_ids"] for one in one_by_one] == expected
+        sampling: list[Any] = [dict(greedy) for _ in PROMPTS]
+        sampling[1]["custom_params"] = {"ddtree_budget": 2}
+        sampling[2]["custom_params"] = {"ddtree_budget": 5, "ddtree_topk_cap": 2}
+        sampling[3]["temperature"] = 1.0
+        together = post(tree, text=PROMPTS, sampling_params=sampling).json()
+        wrong = [i for i, one in enumerate(together) if one["output_ids"] != expected[i] and i != 3]
+        assert wrong == []
+        now = shown(tree)
+        assert now["adaptive"]
+        assert 1 <= now["mean_budget"] < 32
+        # A tree of two nodes commits three tokens at most.
+        assert (
+            max(i for i, n in enumerate(together[1]["meta_info"]["spec_correct_drafts_histogram"]) if n) <= 2
+        )
+    finally:
+        assert switch(tree, ddtree_adaptive=0) == [True]
+    assert shown(tree)["mean_budget"] == 32
+    assert switch(tree, ddtree_adaptive=2) == [False]
+    refused = post(tree, text="x", sampling_params={"custom_params": {"ddtree_adaptive": 1}})
+    assert refused.status_code == 400
 
 
 def test_retraction_under_kv_pressure(ar: Server, tmp_path: Path) -> None:

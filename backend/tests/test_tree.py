@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -10,7 +11,7 @@ import pytest
 import torch
 from oracle import HeapTree, heap_trees
 from sglang_ddtree import tree as tree_module
-from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree, top_tokens, tree_size
+from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree, paths_of, top_tokens, tree_size
 
 
 def random_log_probs(
@@ -63,28 +64,29 @@ def test_equals_heap(batch: int, depth: int, vocab: int, budget: int, cap: int, 
         assert int(tree.count[row]) == tree_size(depth, min(cap, budget, vocab), budget)
 
 
+WAYS = ["host", "host by levels", "accelerator", "accelerator by levels"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What accelerators run, which may not look at results; small trees the way of large ones as well."""
+    if request.param.startswith("accelerator"):
+        monkeypatch.setattr(tree_module, "_on_host", lambda values: False)
+    if request.param.endswith("by levels"):
+        monkeypatch.setattr(tree_module, "candidates", lambda *shape: None)
+    return str(request.param)
+
+
 @pytest.mark.parametrize(("batch", "depth", "vocab", "budget", "cap", "levels"), CASES[::5] + CASES[-7:])
-def test_equals_heap_the_way_of_accelerators(
-    monkeypatch: pytest.MonkeyPatch,
-    batch: int,
-    depth: int,
-    vocab: int,
-    budget: int,
-    cap: int,
-    levels: int | None,
+@pytest.mark.parametrize("way", WAYS[1:], indirect=True)
+def test_equals_heap_every_way(
+    way: str, batch: int, depth: int, vocab: int, budget: int, cap: int, levels: int | None
 ) -> None:
-    """What accelerators run, which may not look at results, on cases with equals and without."""
-    monkeypatch.setattr(tree_module, "_build_on_host", tree_module._build)
-    monkeypatch.setattr(tree_module, "_repeats", lambda values: True)
     test_equals_heap(batch, depth, vocab, budget, cap, levels)
 
 
-@pytest.mark.parametrize("way", ["host", "accelerator"])
-def test_equals_heap_on_ten_thousand_trees(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_equals_heap_on_ten_thousand_trees(way: str) -> None:
     """B 1-256, K 1-32, L 1-15, vocabularies 8-32,000, batches 1-16; in a third of them ties abound."""
-    if way == "accelerator":
-        monkeypatch.setattr(tree_module, "_build_on_host", tree_module._build)
-        monkeypatch.setattr(tree_module, "_repeats", lambda values: True)
     draw = random.Random(way)
 
     def between(low: int, high: int) -> int:
@@ -187,19 +189,21 @@ def test_top_tokens_breaks_ties_by_index_whatever_k() -> None:
         assert top_tokens(scores, k)[1].tolist() == tokens.tolist()[:k]
 
 
-@pytest.mark.parametrize("max_depth", [None, 7])
-def test_ancestor_mask(max_depth: int | None) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_paths_and_ancestor_mask(known: bool) -> None:
+    """As small trees bring their paths, and worked out from the parents."""
     tree = build_tree(random_log_probs(3, 7, 32, seed=8), 40, 3)
-    mask = ancestor_mask(tree.parents, max_depth)
+    assert tree.paths is not None
+    paths = paths_of(tree if known else dataclasses.replace(tree, paths=None), 7)
+    mask = ancestor_mask(torch.nn.functional.pad(paths, (0, 0, 1, 0)))
     for row, parents in enumerate(tree.parents.tolist()):
-        parents = [0, *parents]
         for node in range(41):
-            above = {node, 0}
-            cursor = node
-            while cursor:
-                cursor = parents[cursor]
-                above.add(cursor)
-            assert set(mask[row, node].nonzero().flatten().tolist()) == above
+            way = [node] if node else []
+            while way and parents[way[0] - 1]:
+                way.insert(0, parents[way[0] - 1])
+            if node:
+                assert paths[row, node - 1].tolist() == way + [0] * (7 - len(way))
+            assert set(mask[row, node].nonzero().flatten().tolist()) == {0, *way}
 
 
 @pytest.mark.parametrize(

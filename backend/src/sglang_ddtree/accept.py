@@ -1,4 +1,4 @@
-"""Which nodes of a verified tree are committed, as tensors (torch only, no walk, nothing read back).
+"""Which nodes of a verified tree are committed (torch only; accelerators read nothing back).
 
 The target answers every node with the token it would put after it. A node *matches* when its token is its
 parent's answer. Siblings differ in token, so at most one child of a node matches; the accepted nodes are
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 __all__ = ["Acceptance", "accept", "verify_mask"]
 
@@ -35,7 +36,7 @@ def accept(
     parents: Tensor,
     depths: Tensor,
     used: Tensor,
-    ancestors: Tensor,
+    paths: Tensor,
     answers: Tensor,
     width: int,
 ) -> Acceptance:
@@ -46,24 +47,64 @@ def accept(
         parents: int64 ``[batch, nodes]``; the root's is 0.
         depths: int64 ``[batch, nodes]``, 0 for the root, below ``width`` for nodes in use.
         used: bool ``[batch, nodes]``: False for padding, which can never match.
-        ancestors: bool ``[batch, nodes, nodes]`` from :func:`sglang_ddtree.tree.ancestor_mask`.
+        paths: int64 ``[batch, nodes, depth]`` from :func:`sglang_ddtree.tree.paths_of`, the root's first.
         answers: int64 ``[batch, nodes]``: the target's token after each node.
-        width: columns of the result, at least 1.
+        width: columns of the result, at least 1, at most the nodes.
     """
+    if tokens.device.type == "cpu":
+        return _accept_on_host(tokens, parents, used, paths, answers, width)
+    return _accept(tokens, parents, depths, used, paths, answers, width)
+
+
+def _accept_on_host(
+    tokens: Tensor, parents: Tensor, used: Tensor, paths: Tensor, answers: Tensor, width: int
+) -> Acceptance:
+    """As :func:`accept` where values are at hand: twenty operations on tensors take longer than this."""
+    lists = [column.tolist() for column in (tokens, parents, used, answers)]
+    lengths, nodes, committed, bonus = [], [], [], []
+    for row, (names, above, counts, answer) in enumerate(zip(*lists, strict=True)):
+        last, accepted = 0, [True] * len(names)
+        for node in range(1, len(names)):
+            parent = above[node]
+            accepted[node] = accepted[parent] and counts[node] and names[node] == answer[parent]
+            # Accepted nodes are a path, and come after their ancestors.
+            last = node if accepted[node] else last
+        path = [0, *(node for node in paths[row, last].tolist() if node)]
+        lengths.append(len(path))
+        nodes.append([*path, *range(len(path), width)])
+        committed.append([answer[node] for node in nodes[-1]])
+        bonus.append(answer[last])
+    return Acceptance(
+        torch.tensor(lengths, dtype=torch.int32),
+        torch.tensor(nodes),
+        torch.tensor(committed),
+        torch.tensor(bonus),
+    )
+
+
+def _accept(
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    used: Tensor,
+    paths: Tensor,
+    answers: Tensor,
+    width: int,
+) -> Acceptance:
+    """As :func:`accept`, nothing read back."""
+    batch, nodes = tokens.shape
     match = (tokens == answers.gather(1, parents)) & used
     match[:, 0] = True
-    accepted = ~(ancestors & ~match.unsqueeze(1)).any(-1)
+    # Padding has the root's path, but is not the root.
+    accepted = match & match.gather(1, paths.flatten(1)).view(batch, nodes, -1).all(2)
     lengths = accepted.sum(1)
-    # Scattered by depth; all nodes that are not accepted go to a column that is cut off.
-    nodes = torch.arange(width + 1, device=tokens.device).repeat(tokens.shape[0], 1)
-    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    nodes.scatter_(1, torch.where(accepted, depths, width), index)
-    # Beyond the path a column may exceed the tree (width > nodes never happens, see the caller); clamping is
-    # free.
-    nodes = nodes[:, :width].clamp(max=tokens.shape[1] - 1)
-    committed = answers.gather(1, nodes)
-    bonus = committed.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
-    return Acceptance(lengths.to(torch.int32), nodes, committed, bonus)
+    last = (depths * accepted).argmax(1, keepdim=True)
+    path = paths.gather(1, last.unsqueeze(2).expand(-1, -1, paths.shape[2])).squeeze(1)
+    steps = torch.arange(width, device=tokens.device)
+    path = pad(path, (1, max(0, width - 1 - path.shape[1])))[:, :width]
+    path = torch.where(steps < lengths.unsqueeze(1), path, steps)
+    bonus = answers.gather(1, last).squeeze(1)
+    return Acceptance(lengths.to(torch.int32), path, answers.gather(1, path), bonus)
 
 
 def verify_mask(ancestors: Tensor, prefix_lens: Tensor, prefix_sum_bound: int) -> Tensor:
@@ -79,9 +120,18 @@ def verify_mask(ancestors: Tensor, prefix_lens: Tensor, prefix_sum_bound: int) -
             copy.
 
     Returns:
-        bool ``[nodes * (prefix_sum_bound + batch * nodes)]``; what lies beyond the last request is True and
-        unused.
+        bool ``[nodes * (sum of prefixes + batch * nodes)]``, on an accelerator with ``prefix_sum_bound`` for
+        the sum; what lies beyond the last request is True and unused.
     """
+    if prefix_lens.device.type == "cpu":
+        lengths = prefix_lens.tolist()
+        blocks = [pad(rows, (prefix, 0), value=True) for rows, prefix in zip(ancestors, lengths, strict=True)]
+        return torch.cat([block.flatten() for block in blocks])
+    return _scattered_mask(ancestors, prefix_lens, prefix_sum_bound)
+
+
+def _scattered_mask(ancestors: Tensor, prefix_lens: Tensor, prefix_sum_bound: int) -> Tensor:
+    """As :func:`verify_mask`, without reading the lengths back."""
     batch, nodes, _ = ancestors.shape
     mask = torch.ones(nodes * (prefix_sum_bound + batch * nodes), dtype=torch.bool, device=ancestors.device)
     lens = prefix_lens.to(torch.int64)

@@ -24,8 +24,8 @@ _KEEP = 0.995
 _KEEP_PROBABILITIES = 0.999
 #: The draft is believed as much as this many expected acceptances say.
 _PRIOR = 2.0
-#: Probabilities are told apart by half powers of two, down to 2^-12.
-_BINS = 24
+#: Nodes are told apart by their place and by the power of two of their probability, down to 1/16.
+_BINS = 5
 #: The first steps try all widths, later one in so many does, so that the line never rests on one width.
 _FIRST, _EVERY = 12, 32
 #: A step that took this many times what was expected was disturbed, and counts as that long.
@@ -101,8 +101,9 @@ class AdaptiveBudget:
         self._budgets = np.array(_ladder(most))
         self._round = sorted({max(1, most * part // 8) for part in (1, 2, 4, 8)}, reverse=True)
         self._times: dict[int, _StepTime] = {}
-        self._expected = np.zeros(_BINS)
-        self._accepted = np.zeros(_BINS)
+        self._bins = _BINS * np.searchsorted(self._budgets, np.arange(1, most + 1))
+        self._expected = np.zeros(_BINS * len(self._budgets))
+        self._accepted = np.zeros(_BINS * len(self._budgets))
         self._started: tuple[int, float] | None = None
         self._tried: int | None = None
         self._chosen = self._choices = 0.0
@@ -150,7 +151,7 @@ class AdaptiveBudget:
     def probabilities(self, log_probs: Array) -> Array:
         """How likely nodes are to be accepted: the draft's probability, corrected by what became of such."""
         believed = (self._accepted + _PRIOR) / (self._expected + _PRIOR)
-        return np.exp(log_probs) * believed[_bins(log_probs)]
+        return np.exp(log_probs) * believed[self._bin(log_probs)]
 
     def took(self, width: int, batch: int, seconds: float) -> None:
         """Learn the time of a step that verified ``width`` nodes of each request."""
@@ -167,10 +168,10 @@ class AdaptiveBudget:
         hit = np.zeros(log_probs.shape)
         for row, length in enumerate(lengths.tolist()):
             hit[row, nodes[row, 1:length] - 1] = 1.0
-        index = _bins(log_probs).ravel()
+        index = self._bin(log_probs).ravel()
         for sums, what in ((self._expected, np.exp(log_probs)), (self._accepted, hit)):
             sums *= _KEEP_PROBABILITIES
-            sums += np.bincount(index, what.ravel(), _BINS)
+            sums += np.bincount(index, what.ravel(), len(sums))
         self._of(len(lengths)).committed(int(lengths.sum()))
 
     @property
@@ -178,12 +179,12 @@ class AdaptiveBudget:
         """Mean budget of the last steps, 0 before the first."""
         return self._chosen / self._choices if self._choices else 0.0
 
+    def _bin(self, log_probs: Array) -> Array:
+        powers = np.clip(log_probs * (-1 / np.log(2)), 0, _BINS - 1).astype(np.int64)
+        return powers + self._bins[: log_probs.shape[1]]
+
     def _of(self, batch: int) -> _StepTime:
         return self._times.setdefault(batch.bit_length(), _StepTime())
-
-
-def _bins(log_probs: Array) -> Array:
-    return np.clip(log_probs * (-2 / np.log(2)), 0, _BINS - 1).astype(np.int64)
 
 
 def _ladder(most: int) -> list[int]:

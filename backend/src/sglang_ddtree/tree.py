@@ -14,7 +14,8 @@ can matter, and of the union of all levels the best B are the tree. How many nod
 the shapes alone, so nothing is read back from the device.
 
 On a CPU, where a look at a result is free, the sizes follow from what was found instead, which is several
-times less work. Both ways give the same tree, equals included.
+times less work. Small trees, the usual ones, need no levels at all: see ``candidates.py``. All ways give the
+same tree, equals included.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from sglang_ddtree.candidates import Array, build, build_on_host, candidates
 
 __all__ = [
     "DraftTree",
@@ -34,6 +36,7 @@ __all__ = [
     "best_log_probs",
     "build_tree",
     "build_tree_from_topk",
+    "paths_of",
     "top_tokens",
     "tree_size",
 ]
@@ -42,7 +45,12 @@ __all__ = [
 #: can matter.
 _PRUNE_FACTOR = 2
 #: On a CPU rows are worked on in groups of about this many candidates a level.
-_HOST_ELEMENTS = 32768
+_HOST_ELEMENTS = 65536
+#: So many times the budget of candidates give a good first limit.
+_FEW = 8
+#: Most candidates of a small tree: on an accelerator of one tree, on a CPU of all of a step.
+_MOST_CANDIDATES = 32768
+_MOST_HOST_CANDIDATES = 16384
 #: Stands for -inf on a CPU: below any sum of log-probabilities.
 _IMPOSSIBLE = -1e300
 
@@ -68,6 +76,8 @@ class DraftTree:
     """float64: sum of the log-probabilities from the root to the node."""
     count: Tensor
     """int64 ``[batch]``: nodes in use."""
+    paths: Tensor | None = None
+    """int64 ``[batch, budget, depth]`` where it is known, see :func:`paths_of`."""
 
 
 def tree_size(depth: int, ranks: int, budget: int) -> int:
@@ -95,7 +105,7 @@ def top_tokens(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values ``[..., k]`` float32 and indices ``[..., k]`` int64.
     """
     values = scores.to(torch.float32)
-    if values.device.type == "cpu":
+    if _on_host(values):
         best, tokens = values.topk(min(k + 1, values.shape[-1]), dim=-1)
         if not _repeats(best):
             return best[..., :k], tokens[..., :k]
@@ -176,8 +186,17 @@ def build_tree_from_topk(log_probs: Tensor, tokens: Tensor, budget: int) -> Draf
     # Sums in double precision: in single precision paths of nearly equal score would swap places between
     # devices.
     gains = log_probs[..., :ranks].to(torch.float64)
-    if gains.device.type != "cpu":
-        return _build(gains, tokens, budget)
+    batch, depth, _ = gains.shape
+    count = tree_size(depth, ranks, budget)
+    if not _on_host(gains):
+        known = candidates(depth, ranks, budget, _MOST_CANDIDATES, str(gains.device))
+        if known is None:
+            return _build(gains, tokens, budget)
+        return _padded(build(known, gains, tokens, count), budget)
+    known = candidates(depth, ranks, budget, _MOST_HOST_CANDIDATES)
+    if known is not None and len(known) * batch <= _MOST_HOST_CANDIDATES:
+        columns = build_on_host(known, gains.detach().numpy(), tokens.numpy(), count)
+        return _padded(tuple(map(torch.from_numpy, columns)), budget)
     # Groups of rows whose working set stays in the cache.
     rows = max(1, _HOST_ELEMENTS // (budget * ranks))
     parts = [
@@ -186,28 +205,47 @@ def build_tree_from_topk(log_probs: Tensor, tokens: Tensor, budget: int) -> Draf
     ]
     if len(parts) == 1:
         return parts[0]
-    return DraftTree(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(DraftTree)))
+    names = [f.name for f in fields(DraftTree) if f.name != "paths"]
+    return DraftTree(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
-def ancestor_mask(parents: Tensor, max_depth: int | None = None) -> Tensor:
+def paths_of(tree: DraftTree, depth: int) -> Tensor:
+    """The way from the root to each node.
+
+    Args:
+        tree: of the draft.
+        depth: of the draft, at least that of any node.
+
+    Returns:
+        int64 ``[batch, budget, depth]``: the node's ancestors by depth, itself included, then 0; nodes are
+        counted from 1.
+    """
+    if tree.paths is not None:
+        return tree.paths
+    batch, budget = tree.parents.shape
+    # Column 0 is the root's; what goes beyond it, up from the root, is written there too.
+    paths = tree.parents.new_zeros(batch, budget, depth + 1)
+    parents, depths = (torch.nn.functional.pad(x, (1, 0)) for x in (tree.parents, tree.depths))
+    node = torch.arange(1, budget + 1, device=parents.device).expand(batch, budget)
+    for _ in range(min(depth, budget)):
+        paths.scatter_(2, depths.gather(1, node).unsqueeze(2), node.unsqueeze(2))
+        node = parents.gather(1, node)
+    return paths[:, :, 1:]
+
+
+def ancestor_mask(paths: Tensor) -> Tensor:
     """Who is an ancestor of whom, the node itself and the root included.
 
     Args:
-        parents: ``[batch, budget]`` as in :class:`DraftTree`.
-        max_depth: of any node, where the caller knows it; it saves passes.
+        paths: int64 ``[batch, nodes, depth]``, as of :func:`paths_of`, with the root's (all 0) first.
 
     Returns:
-        bool ``[batch, budget + 1, budget + 1]``: row ``i`` is True at the ancestors of node ``i`` (root is
-        node 0).
+        bool ``[batch, nodes, nodes]``: row ``i`` is True at the ancestors of node ``i`` (root is node 0).
     """
-    batch, budget = parents.shape
-    nodes = budget + 1
-    seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, nodes, nodes)
-    jump = torch.nn.functional.pad(parents, (1, 0))
-    # Pointer doubling: after i passes a node has seen itself and its 2^i - 1 nearest ancestors.
-    for _ in range(min(budget, max_depth or budget).bit_length()):
-        seen = seen | seen.gather(1, jump.unsqueeze(-1).expand(-1, -1, nodes))
-        jump = jump.gather(1, jump)
+    batch, nodes, _ = paths.shape
+    seen = torch.zeros(batch, nodes, nodes, dtype=torch.bool, device=paths.device)
+    seen.scatter_(2, paths, True)
+    seen[:, :, 0] = True
     return seen
 
 
@@ -247,7 +285,7 @@ def _build(gains: Tensor, tokens: Tensor, budget: int) -> DraftTree:
     codes, depths = torch.cat(level_codes, 1).gather(1, order), depths[order]
     parents, rank = place.gather(1, bases[order] + codes // ranks), codes % ranks
     nodes = tokens.flatten(1).gather(1, (depths - 1) * ranks + rank)
-    return _padded(nodes, parents, depths, rank, scores.gather(1, order), budget)
+    return _padded((nodes, parents, depths, rank, scores.gather(1, order)), budget)
 
 
 def _build_on_host(gains: Tensor, tokens: Tensor, budget: int) -> DraftTree:
@@ -264,30 +302,34 @@ def _build_on_host(gains: Tensor, tokens: Tensor, budget: int) -> DraftTree:
     hopeless = not np.isfinite(found[:, :, -1]).all()
     if hopeless:
         found = np.maximum(found, _IMPOSSIBLE)
+    tops = np.cumsum(found[:, :, 0], axis=1)  # no node of the level is better
     scores = best = found[:, 0]  # of this level; of all levels so far, at least the best B
     limit = np.full((batch, 1), _IMPOSSIBLE)  # a node worse than this is not in the tree
     level_scores, level_codes = [scores], [np.broadcast_to(np.arange(ranks), (batch, ranks))]
     for level in range(1, depth):
         tried = ranks
         if level > 1 and not hopeless:
-            tried = int((scores.max(1, keepdims=True) + found[:, level] >= limit).sum(1).max())
+            tried = np.count_nonzero((tops[:, level - 1, None] + found[:, level] >= limit).any(0))
             if tried == 0:
                 break
         width = scores.shape[1] * tried
         children = (scores[:, :, None] + found[:, level, None, :tried]).reshape(batch, width)
         if hopeless:
             children[(children < _IMPOSSIBLE) & (children > -np.inf)] = _IMPOSSIBLE
+        codes = None
+        if level > 1 and width > _FEW * budget:
+            # Most are worse than what is known already; the rest is little to search for a new limit.
+            children, codes = _kept(children >= limit, children, codes)
         best = np.concatenate([best, children], 1)
-        if best.shape[1] >= budget:
+        if best.shape[1] > budget:
             best = np.partition(best, best.shape[1] - budget, axis=1)[:, -budget:]
-            limit = np.maximum(best.min(1, keepdims=True), _IMPOSSIBLE)
-        at, slot, kept = _compact(children >= limit)
+            limit = np.maximum(best[:, :1], _IMPOSSIBLE)  # the first is the least
+            children, codes = _kept(children >= limit, children, codes)
+        elif codes is None:
+            codes = np.broadcast_to(np.arange(width), (batch, width))
+        scores, kept = children, children.shape[1]
         if kept == 0:
             break
-        scores = np.full((batch, kept), -np.inf)
-        scores.ravel()[slot] = children.ravel()[at]
-        codes = np.zeros((batch, kept), np.int64)
-        codes.ravel()[slot] = at % width
         if tried < ranks:
             codes = codes // tried * ranks + codes % tried
         if kept > 2 * budget:
@@ -298,63 +340,76 @@ def _build_on_host(gains: Tensor, tokens: Tensor, budget: int) -> DraftTree:
         level_codes.append(codes)
 
     every = np.concatenate(level_scores, 1)
-    at, slot, kept = _compact(every >= limit)
-    worse, place = np.full((batch, kept), np.inf), np.zeros((batch, kept), np.int64)
-    worse.ravel()[slot] = -every.ravel()[at]
-    place.ravel()[slot] = at
-    chosen = np.argsort(worse, axis=1, kind="stable")[:, : tree_size(depth, ranks, budget)]
+    flat = np.arange(every.size).reshape(every.shape)
+    final, place = _kept(every >= limit, every, flat)
+    chosen = np.argsort(-final, axis=1, kind="stable")[:, : tree_size(depth, ranks, budget)]
     # From here on all indices are flat, into [batch, candidates].
-    order = np.take_along_axis(place, chosen, 1)
+    rows = np.arange(batch)[:, None]
+    order = place[rows, chosen]
     total = every.shape[1]
-    ends = np.cumsum([x.shape[1] for x in level_scores])
-    level_of = np.searchsorted(ends, order % total, side="right")
+    widths = [x.shape[1] for x in level_scores]
+    ends = np.cumsum(widths)
+    level_of = np.tile(np.repeat(np.arange(len(widths)), widths), batch)[order]
     codes = np.concatenate(level_codes, 1).ravel()[order]
     above, rank = np.divmod(codes, ranks)
     new = np.empty(batch * total, np.int64)
     new[order] = np.arange(1, order.shape[1] + 1)
-    rows = np.arange(batch)[:, None]
     start = np.concatenate([[0, 0], ends])[level_of]  # of the level above
     parents = np.where(level_of > 0, new[np.minimum(rows * total + start + above, batch * total - 1)], 0)
     nodes = tokens.flatten(1).numpy()[rows, level_of * ranks + rank]
     scores = every.ravel()[order]
     if hopeless:
         scores[scores == _IMPOSSIBLE] = -np.inf
-    made = [torch.from_numpy(column) for column in (nodes, parents, level_of + 1, rank, scores)]
-    return _padded(made[0], made[1], made[2], made[3], made[4], budget)
+    made = (nodes, parents, level_of + 1, rank, scores)
+    return _padded(tuple(map(torch.from_numpy, made)), budget)
 
 
-def _padded(
-    tokens: Tensor, parents: Tensor, depths: Tensor, ranks: Tensor, scores: Tensor, budget: int
-) -> DraftTree:
-    """A tree with as many columns as the budget has nodes."""
+def _padded(columns: tuple[Tensor, ...], budget: int) -> DraftTree:
+    """A tree of tokens, parents, depths, ranks, scores and maybe paths, as wide as the budget."""
+    tokens, parents, depths, ranks, scores, *paths = columns
     batch, count = tokens.shape
     if count < budget:
         pad = (0, budget - count)
         tokens, parents, depths = (torch.nn.functional.pad(x, pad) for x in (tokens, parents, depths))
         ranks = torch.nn.functional.pad(ranks, pad, value=-1)
         scores = torch.nn.functional.pad(scores, pad, value=float("-inf"))
+        paths = [torch.nn.functional.pad(x, (0, 0, *pad)) for x in paths]
     counts = torch.full((batch,), count, dtype=torch.int64, device=tokens.device)
-    return DraftTree(tokens, parents, depths, ranks, scores, counts)
+    return DraftTree(tokens, parents, depths, ranks, scores, counts, *paths)
 
 
-def _compact(keep: np.ndarray[Any, Any]) -> tuple[Any, Any, int]:
-    """Where to put the True entries of each row side by side.
+def _kept(keep: Array, scores: Array, codes: Array | None) -> tuple[Array, Array]:
+    """The entries of each row to keep, side by side.
 
     Args:
         keep: bool ``[batch, width]``.
+        scores: float64 of the same shape.
+        codes: int64 of the same shape; None: the columns.
 
     Returns:
-        flat index of each entry, its flat index in an array ``[batch, kept]``, and ``kept``.
+        scores and codes, ``[batch, as many as a row has]``, padded with -inf and 0.
     """
     batch, width = keep.shape
     at = np.flatnonzero(keep)
+    values = scores.ravel()[at]
+    names = at % width if codes is None else codes.ravel()[at]
     if batch == 1:
-        return at, np.arange(len(at)), len(at)
+        return values[None], names[None]
     row = at // width
     counts = np.bincount(row, minlength=batch)
     kept = int(counts.max())
+    if kept * batch == len(at):
+        return values.reshape(batch, kept), names.reshape(batch, kept)
     shift = np.arange(batch) * kept - (np.cumsum(counts) - counts)
-    return at, np.arange(len(at)) + shift[row], kept
+    slot = np.arange(len(at)) + shift[row]
+    found, called = np.full(batch * kept, -np.inf), np.zeros(batch * kept, np.int64)
+    found[slot], called[slot] = values, names
+    return found.reshape(batch, kept), called.reshape(batch, kept)
+
+
+def _on_host(values: Tensor) -> bool:
+    """Whether a look at a result costs nothing."""
+    return bool(values.device.type == "cpu")
 
 
 def _repeats(sorted_values: Tensor) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ from sglang_ddtree.metrics import STAGES, StepMetrics, install, prometheus, tree
 from sglang_ddtree.options import ADAPTIVE_FLAG, from_environment
 from sglang_ddtree.penalties import OutputCounts
 from sglang_ddtree.sampling import answer_nodes
-from sglang_ddtree.tree import DraftTree, ancestor_mask, best_log_probs, build_tree_from_topk
+from sglang_ddtree.tree import DraftTree, ancestor_mask, best_log_probs, build_tree_from_topk, paths_of
 
 logger = logging.getLogger(__name__)
 
@@ -203,14 +204,14 @@ class DDTreeWorker(DFlashWorkerV2):
         log_probs, candidates = self._draft(batch, state.bonus_tokens, host_lens, plan)
         self._clock.mark()
         nodes = self._grow(batch, log_probs, candidates, state.bonus_tokens)
-        ancestors = ancestor_mask(nodes.parents[:, 1:], self._block - 1)
+        ancestors = ancestor_mask(nodes.paths)
         self._clock.mark()
         target = self._verify(batch, host_lens, plan, locations, nodes, ancestors)
         answers = self._answers(batch, target.logits_output, nodes, ancestors)
         self._clock.mark()
         # Most tokens that this step can commit.
         stride = min(nodes.width, self._block)
-        path = accept(nodes.tokens, nodes.parents, nodes.depths, nodes.used, ancestors, answers, stride)
+        path = accept(nodes.tokens, nodes.parents, nodes.depths, nodes.used, nodes.paths, answers, stride)
         result = self._commit(batch, target, plan, path, answers, on_publish)
         self._clock.mark()
         if self._recorder.keeps_steps:
@@ -332,7 +333,7 @@ class DDTreeWorker(DFlashWorkerV2):
             beyond = torch.arange(log_probs.shape[-1], device=self.device) >= allowed
             log_probs = log_probs.masked_fill(beyond, -torch.inf)
         tree = build_tree_from_topk(log_probs, candidates, budget)
-        nodes = _with_root(tree, bonus)
+        nodes = _with_root(tree, paths_of(tree, self._block - 1), bonus)
         if min(budgets) < budget:
             nodes.limit(torch.tensor(budgets, device=self.device))
         if self._recorder.mode == record.PROBE:
@@ -442,16 +443,23 @@ class DDTreeWorker(DFlashWorkerV2):
         )
 
 
+@dataclass
 class _Nodes:
     """A tree with its root: what the target verifies, all ``[batch, budget + 1]``."""
 
-    def __init__(
-        self, tokens: Tensor, parents: Tensor, depths: Tensor, used: Tensor, log_probs: Tensor
-    ) -> None:
-        self.tokens, self.parents, self.depths, self.used = tokens, parents, depths, used
-        #: ``[batch, budget]``, without the root; -inf for nodes not in use.
-        self.log_probs = log_probs
-        self.width = tokens.shape[1]
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    used: Tensor
+    paths: Tensor
+    """``[batch, budget + 1, depth]``."""
+    log_probs: Tensor
+    """``[batch, budget]``, without the root; -inf for nodes not in use."""
+
+    @property
+    def width(self) -> int:
+        """Nodes, the root included."""
+        return int(self.tokens.shape[1])
 
     def limit(self, budgets: Tensor) -> None:
         """Leave each tree only as many nodes: a smaller budget's tree is the beginning of a larger one's."""
@@ -461,16 +469,14 @@ class _Nodes:
 
     def first(self, budget: int) -> _Nodes:
         """All trees cut to one budget, in shape as well."""
-        nodes = slice(budget + 1)
-        tokens, parents, depths = self.tokens[:, nodes], self.parents[:, nodes], self.depths[:, nodes]
-        return _Nodes(tokens, parents, depths, self.used[:, nodes], self.log_probs[:, :budget])
+        cut = {name: column[:, : budget + 1] for name, column in vars(self).items()}
+        return _Nodes(**cut | {"log_probs": self.log_probs[:, :budget]})
 
 
-def _with_root(tree: DraftTree, bonus: Tensor) -> _Nodes:
+def _with_root(tree: DraftTree, paths: Tensor, bonus: Tensor) -> _Nodes:
     pad = torch.nn.functional.pad
-    budget = tree.tokens.shape[1]
-    used = torch.arange(budget + 1, device=bonus.device) <= tree.count.unsqueeze(1)
-    # Ranks that a request may not use were given no probability.
-    used[:, 1:] &= tree.log_probs > -torch.inf
+    # Ranks that a request may not use were given no probability, padding has none.
+    used = pad(tree.log_probs > -torch.inf, (1, 0), value=True)
     tokens = torch.cat([bonus.unsqueeze(1), tree.tokens], 1)
-    return _Nodes(tokens, pad(tree.parents, (1, 0)), pad(tree.depths, (1, 0)), used, tree.log_probs)
+    paths = pad(paths, (0, 0, 1, 0))
+    return _Nodes(tokens, pad(tree.parents, (1, 0)), pad(tree.depths, (1, 0)), used, paths, tree.log_probs)
