@@ -96,9 +96,7 @@ def main() -> None:
     print(
         f"Depth {DEPTH}, vocabulary {VOCABULARY}, one thread, medians of {rounds} interleaved rounds, ms.\n"
     )
-    print(
-        "| topk cap | budget | batch | builder | heap, same order | ratio | any order | ratio | cold |"
-    )
+    print("| topk cap | budget | batch | builder | heap, same order | ratio | any order | ratio | cold |")
     print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for cap, budget, batch in itertools.product((4, 8, 32), (16, 64, 256, 1024), (1, 8)):
         logits = torch.randn(batch, DEPTH, VOCABULARY, generator=generator) * 3
