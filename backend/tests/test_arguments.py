@@ -142,6 +142,7 @@ def test_help_shows_the_flags() -> None:
     assert done.returncode == 0
     assert "--speculative-ddtree-budget N" in done.stdout
     assert "--speculative-ddtree-topk-cap N" in done.stdout
+    assert "--speculative-ddtree-adaptive" in done.stdout
 
 
 def test_a_server_with_a_budget_beyond_the_context_does_not_start() -> None:

@@ -346,6 +346,16 @@ def test_adaptive_budgets(ar: Server, tree: Server) -> None:
     assert refused.status_code == 400
 
 
+def test_a_server_that_starts_adaptive(ar: Server, tmp_path: Path) -> None:
+    sampling = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    expected = [one["output_ids"] for one in post(ar, text=PROMPTS[:3], sampling_params=sampling).json()]
+    with serve([*tree_flags(24, 4), "--speculative-ddtree-adaptive"], tmp_path / "log") as server:
+        made = post(server, text=PROMPTS[:3], sampling_params=sampling).json()
+        assert [one["output_ids"] for one in made] == expected
+        assert shown(server)["adaptive"]
+        assert 1 <= shown(server)["mean_budget"] < 24
+
+
 def test_retraction_under_kv_pressure(ar: Server, tmp_path: Path) -> None:
     """A pool too small for all requests: some are sent back to the queue and start again, penalties too."""
     texts = PROMPTS[:6]

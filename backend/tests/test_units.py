@@ -24,6 +24,8 @@ def test_flags_reach_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     options.store_flags(parse(*flags.split()))
     assert environ == {"SGLANG_DDTREE_BUDGET": "24", "SGLANG_DDTREE_TOPK_CAP": "6"}
     assert options.from_environment(environ) == options.Options(24, 6)
+    options.store_flags(parse(*flags.split(), "--speculative-ddtree-adaptive"))
+    assert options.from_environment(environ) == options.Options(24, 6, adaptive=True)
     assert options.Options(24, 6).width == 25
 
 
@@ -32,9 +34,10 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [[], ["--speculative-algorithm", "DFLASH"]])
-def test_flags_without_the_algorithm_are_refused(algorithm: list[str]) -> None:
-    with pytest.raises(ValueError, match="expected --speculative-algorithm DDTREE"):
-        options.store_flags(parse(*algorithm, "--speculative-ddtree-budget", "8"))
+@pytest.mark.parametrize("flag", ["--speculative-ddtree-budget 8", "--speculative-ddtree-adaptive"])
+def test_flags_without_the_algorithm_are_refused(algorithm: list[str], flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag} was given .* expected --speculative-algorithm DDTREE"):
+        options.store_flags(parse(*algorithm, *flag.split()))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,7 @@ def test_flags_without_the_algorithm_are_refused(algorithm: list[str]) -> None:
         ({"SGLANG_DDTREE_BUDGET": "0"}, "--speculative-ddtree-budget .* is 0, expected at least 1"),
         ({"SGLANG_DDTREE_TOPK_CAP": "-3"}, "--speculative-ddtree-topk-cap .* is -3"),
         ({"SGLANG_DDTREE_BUDGET": "many"}, "'many', expected a whole number"),
+        ({"SGLANG_DDTREE_ADAPTIVE": "yes"}, "--speculative-ddtree-adaptive .* is 'yes', expected 0 or 1"),
         ({"SGLANG_DDTREE_PLANT": "nomask"}, "for tests only"),
         (
             {"SGLANG_DDTREE_PLANT": "other", "SGLANG_DDTREE_TEST": "1"},
