@@ -83,8 +83,10 @@ test-backend: engine ## the backend on the real SGLang
 molecule: setup ## the roles on real systemd hosts: deploy, then a short sweep
 	@tools/molecule.sh default sweep
 
-benchmark: engine ## speed of the parts, as ratios in one run (Markdown)
+benchmark: engine ## speed of the parts, as ratios in one run each (Markdown; a quiet machine, about 15 minutes)
 	@$(ENGINE)/bin/python benchmarks/tree_builder.py
+	@$(ENGINE)/bin/python benchmarks/switches.py adaptive
+	@$(ENGINE)/bin/python benchmarks/switches.py trace
 
 # --- keeping house ------------------------------------------------------------------------------------------
 format: setup ## put Python into the house's format
