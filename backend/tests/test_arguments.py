@@ -163,8 +163,15 @@ def other_version(tmp_path: Path) -> str:
 def test_an_untested_release_is_refused(other_version: str) -> None:
     done = run(launch_command(31099, tree_flags(8, 4)), PYTHONPATH=other_version)
     assert done.returncode == 1
-    assert "sglang 9.9.9 is installed, tested with 0.5.22, 0.5.23" in done.stderr
+    assert f"sglang 9.9.9 is installed, tested with {', '.join(TESTED)}" in done.stderr
     assert "SGLANG_DDTREE_ALLOW_UNTESTED=1" in done.stderr
+
+
+def test_an_untested_release_is_tried_when_told_to(other_version: str) -> None:
+    """Everything in the environment is as before but the number, so the budget is what it stops at."""
+    allowed = {"PYTHONPATH": other_version, "SGLANG_DDTREE_ALLOW_UNTESTED": "1"}
+    done = run(launch_command(31099, tree_flags(5000, 4)), **allowed)
+    assert "--speculative-ddtree-budget 5000 needs 5001 tokens per verify" in done.stderr
 
 
 def check(**extra: str) -> tuple[int, dict[str, Any], str]:

@@ -258,7 +258,7 @@ def test_abort(tree: Server) -> None:
         ({"sampling_params": {"custom_params": {"ddtree_topk_cap": "x"}}}, "ddtree_topk_cap is 'x'"),
         ({"sampling_params": {"custom_params": {"ddtree_x": 1}}}, "ddtree_x is unknown"),
         # These end a server of stock SGLang.
-        ({"text": ""}, "The prompt is empty"),
+        ({"text": ""}, "empty"),  # before 0.5.22 in SGLang's own words
         ({"text": None, "input_ids": [-1]}, "outside the vocabulary"),
         ({"text": None, "input_ids": [5, 10**9]}, "outside the vocabulary"),
         ({"return_logprob": True, "top_logprobs_num": 5000}, "top_logprobs_num is 5000"),
@@ -312,6 +312,11 @@ def test_the_switch_of_the_whole_server(ar: Server, tree: Server) -> None:
         assert [run.result() for run in runs] == [expected] * 4
     assert switch(tree, ddtree_budget=33) == [False]
     assert switch(tree, ddtree_budget=0) == [False]
+    # Beside keys of SGLang's own: all or nothing.
+    assert switch(tree, ddtree_budget=8, pp_max_micro_batch_size=0) == [False]
+    assert shown(tree)["budget_in_force"] == budget
+    assert switch(tree, ddtree_budget=8, pp_max_micro_batch_size=8) == [True]
+    assert shown(tree)["budget_in_force"] == 8
     assert switch(tree, ddtree_budget=32, ddtree_topk_cap=8) == [True]
     assert shown(tree)["budget"] == 32
 

@@ -35,7 +35,9 @@ def bare_backend(configured: int) -> Any:
     backend = TritonAttnBackend.__new__(TritonAttnBackend)
     table = torch.randperm(REQUESTS * CONTEXT).view(REQUESTS, CONTEXT).to(torch.int32)
 
-    def pack(plan: Any, *, req_pool_indices: Any, seq_lens: Any, indptr: Any, out: Any, **_: Any) -> None:
+    def pack(
+        plan: Any = None, *, req_pool_indices: Any, seq_lens: Any, indptr: Any, out: Any, **_: Any
+    ) -> None:
         create_flashinfer_kv_indices_triton[(REQUESTS,)](
             table, req_pool_indices, seq_lens, indptr, None, out, table.stride(0)
         )
@@ -53,7 +55,12 @@ def bare_backend(configured: int) -> Any:
         kv_indptr=torch.zeros(REQUESTS + 1, dtype=torch.int32),
         mask_indptr=torch.zeros(REQUESTS + 1, dtype=torch.int64),
         forward_metadata=None,
-        kv_index_translator=SimpleNamespace(pack_read_stream=pack),
+        kv_index_translator=SimpleNamespace(
+            pack_read_stream=pack,
+            # Before 0.5.22.
+            fill_packed_read_stream=pack,
+            is_translating=False,
+        ),
         table=table,
     )
     return backend

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ddtree import limits, options, record
-from sglang_ddtree.compat import logprob_settings
+from sglang_ddtree.compat import Switches, logprob_settings, state_hooks
 from sglang_ddtree.metrics import StepMetrics, current, install, tree_head
 
 _registered: list[str] = []
@@ -52,9 +53,8 @@ def register() -> None:
     streamer = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     add(f"{streamer}.stream_output", _flush_when_done, HookType.BEFORE)
     add("sglang.srt.managers.scheduler.Scheduler.on_idle", _flush_when_idle, HookType.BEFORE)
-    state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-    add(f"{state}._update_handlers", _add_limits, HookType.AROUND)
-    add(f"{state}._add_speculative", _show_limits, HookType.AROUND)
+    for target, hook in state_hooks(_switches, _show_limits).items():
+        add(target, hook, HookType.AROUND)
     add(
         "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len",
         _row_headroom,
@@ -129,60 +129,46 @@ def _refusal(req: Any) -> str | None:
     return None
 
 
-def _add_limits(original: Callable[..., dict[str, Any]], controller: Any) -> dict[str, Any]:
-    """Let ``/set_internal_state`` change what is in force."""
-    handlers = original(controller)
-    if _ddtree_runs():
-        from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
-
-        def validate(key: str, value: Any) -> None:
-            if (refusal := limits.current().switch_refusal(key, value)) is not None:
-                raise UpdateRejected(refusal)
-
-        def apply(key: str, value: Any) -> dict[str, Any]:
-            now = limits.current()
-            now.set(key, value)
-            if (metrics := current()) is not None:
-                metrics.retitle(tree_head(now.budget, now.topk_cap))
-            return {}
-
-        handlers |= {key: _UpdateHandler(validate, apply) for key in (*limits.KEYS, limits.ADAPTIVE_KEY)}
-        if (recorder := record.current()) is not None:
-            handlers[record.KEY] = _UpdateHandler(*_record_handler(recorder, UpdateRejected))
-    return handlers
-
-
-def _record_handler(recorder: record.Recorder, rejected: type[Exception]) -> tuple[Any, Any]:
-    from sglang.srt.runtime_context import get_parallel
-
-    def validate(key: str, value: Any) -> None:
-        if (refusal := recorder.refusal(value)) is not None:
-            raise rejected(refusal)
-
-    def apply(key: str, value: Any) -> dict[str, Any]:
-        recorder.switch(value, writes=get_parallel().tp_rank == 0)
+def _switches() -> Switches:
+    """What ``/set_internal_state`` can change: what is in force, and what is recorded."""
+    if not _ddtree_runs():
         return {}
+    now, recorder = limits.current(), record.current()
 
-    return validate, apply
+    def set_limit(key: str, value: float) -> None:
+        now.set(key, value)
+        if (metrics := current()) is not None:
+            metrics.retitle(tree_head(now.budget, now.topk_cap))
+
+    switches: dict[str, Any] = {
+        key: (partial(now.switch_refusal, key), partial(set_limit, key))
+        for key in (*limits.KEYS, limits.ADAPTIVE_KEY)
+    }
+    if recorder is not None:
+        from sglang.srt.runtime_context import get_parallel
+
+        writes = get_parallel().tp_rank == 0
+        switches[record.KEY] = (recorder.refusal, partial(recorder.switch, writes=writes))
+    return switches
 
 
-def _show_limits(original: Callable[..., None], controller: Any, state: dict[str, Any]) -> None:
+def _show_limits(state: dict[str, Any]) -> None:
     """Show in ``/server_info`` what the server was started for and what is in force."""
-    original(controller, state)
-    if _ddtree_runs():
-        now = limits.current()
-        state["ddtree"] = {
-            "budget": now.most.budget,
-            "topk_cap": now.most.topk_cap,
-            "budget_in_force": now.budget,
-            "topk_cap_in_force": now.topk_cap,
-            "verify_width": now.most.width,
-            "adaptive": now.adaptive,
-            "mean_budget": round(now.chooser.mean, 1) if now.adaptive else now.budget,
-        }
-        if (recorder := record.current()) is not None:
-            state["ddtree"]["record"] = recorder.mode
-            state["ddtree"]["record_path"] = str(recorder.path) if recorder.path is not None else None
+    if not _ddtree_runs():
+        return
+    now = limits.current()
+    state["ddtree"] = {
+        "budget": now.most.budget,
+        "topk_cap": now.most.topk_cap,
+        "budget_in_force": now.budget,
+        "topk_cap_in_force": now.topk_cap,
+        "verify_width": now.most.width,
+        "adaptive": now.adaptive,
+        "mean_budget": round(now.chooser.mean, 1) if now.adaptive else now.budget,
+    }
+    if (recorder := record.current()) is not None:
+        state["ddtree"]["record"] = recorder.mode
+        state["ddtree"]["record_path"] = str(recorder.path) if recorder.path is not None else None
 
 
 def _count_step(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 #: Releases the whole test suite was run against.
-TESTED = ("0.5.22", "0.5.23")
+TESTED = ("0.5.21", "0.5.22", "0.5.23")
 #: Set to 1 to start on another release all the same.
 ALLOW_UNTESTED = "SGLANG_DDTREE_ALLOW_UNTESTED"
 

@@ -34,14 +34,13 @@ from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
 from sglang_ddtree import limits, record
 from sglang_ddtree.accept import Acceptance, accept, verify_mask
 from sglang_ddtree.algorithm import context_message
 from sglang_ddtree.clock import StageClock
-from sglang_ddtree.compat import draft_placement, gathered_later, logits_processor
+from sglang_ddtree.compat import draft_scope, gathered_later, logits_processor, planned, window_plan
 from sglang_ddtree.metrics import STAGES, StepMetrics, install, prometheus, tree_head
 from sglang_ddtree.options import ADAPTIVE_FLAG, from_environment
 from sglang_ddtree.penalties import OutputCounts
@@ -193,12 +192,13 @@ class DDTreeWorker(DFlashWorkerV2):
             device=self.device,
         )
         host_lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else state.nxt_kv_lens_cpu
-        plan = self.model_runner.kv_index_translator.plan(
+        plan = window_plan(
+            self.model_runner,
+            locations,
+            self._window,
             req_pool_indices=batch.req_pool_indices,
             seq_lens=prefix_lens,
             seq_lens_cpu=host_lens,
-            write_virtual=locations,
-            read_extent=self._window,
         )
 
         log_probs, candidates = self._draft(batch, state.bonus_tokens, host_lens, plan)
@@ -276,7 +276,7 @@ class DDTreeWorker(DFlashWorkerV2):
             can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
         )
         plan.bind(forward, self.draft_model_runner.kv_index_translator, cols=slice(0, block))
-        with torch.inference_mode(), draft_tp_context(draft_placement(self)):
+        with torch.inference_mode(), draft_scope(self):
             hidden = self.draft_model_runner.forward(forward).logits_output.hidden_states
             hidden = hidden.view(size, block, -1)[:, 1:]
             return self._best_tokens(hidden)
@@ -359,8 +359,7 @@ class DDTreeWorker(DFlashWorkerV2):
             num_tokens_per_req=self._block if self.options.plant == "width" else width,
             custom_mask=mask,
             capture_hidden_mode=CaptureHiddenMode.FULL,
-            kv_loc_plan=plan,
-            kv_loc_cols=slice(0, width),
+            **planned(plan, width),
         )
         batch.out_cache_loc = locations.view(size, -1)[:, :width].flatten()
         lens, total = batch.seq_lens_cpu, batch.seq_lens_sum
