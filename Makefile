@@ -10,11 +10,12 @@ BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
 ENGINE_PYTHON ?= python3.11
+SITE := lib/python3.11/site-packages
 ENGINE_LOCK := roles/sglang_engine/files/requirements-cpu.txt
 HOUSE_LOCKS := $(ENGINE_LOCK) roles/sweep_client/files/requirements.txt requirements/engine-test.txt
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install -qq --require-hashes
 
-.PHONY: help setup demo test lint test-python test-backend molecule engine wheelhouse lock format clean benchmark
+.PHONY: help setup demo test lint test-python test-backend test-releases molecule engine wheelhouse lock format clean benchmark
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,12 +52,23 @@ $(ENGINE)/.backend: $(ENGINE)/.ready $(shell find backend/src backend/pyproject.
 	   build/backend/*.whl
 	@touch $@
 
+# An older release: the engine's packages, and before them on the path what the release has otherwise.
+.PRECIOUS: $(ENGINE)-%/.ready
+$(ENGINE)-%/.ready: requirements/engine-%.txt $(ENGINE)/.ready
+	@echo "engine: installing SGLang $* beside the packages of $(ENGINE)"
+	@house=$$(tools/wheelhouse.sh --python 3.11 $<); \
+	 $(ENGINE_PYTHON) -m venv --clear $(ENGINE)-$*; \
+	 $(ENGINE)-$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps --require-hashes \
+	   --no-index --find-links "$$house" -r $<
+	@echo "import site; site.addsitedir('$(CURDIR)/$(ENGINE)/$(SITE)')" >$(ENGINE)-$*/$(SITE)/engine.pth
+	@touch $@
+
 # --- the main job -------------------------------------------------------------------------------------------
 demo: setup ## nothing -> a measured sweep of the seed's grid on the real SGLang, in a real systemd host
 	@tools/demo.sh
 
 # --- tests --------------------------------------------------------------------------------------------------
-test: lint test-python test-backend molecule ## everything CI runs
+test: lint test-python test-backend test-releases molecule ## everything CI runs
 	@echo "make test: every runner passed"
 
 lint: setup ## ruff, mypy, yamllint, ansible-lint (production profile)
@@ -80,6 +92,18 @@ test-backend: engine ## the backend on the real SGLang
 	 "$$python" -m pytest $(SECOND_HALF:%=--ignore=%) || rc=$$?; \
 	 wait "$$half" || rc=$$?; cat ../build/second-half.log; exit "$$rc"
 
+# Side by side as well. RELEASES=0.5.22 tests that one alone; RELEASE_TESTS= runs all tests on each.
+RELEASES ?= $(patsubst requirements/engine-%.txt,%,$(wildcard requirements/engine-[0-9]*.txt))
+RELEASE_TESTS ?= test_arguments or test_triton.py or test_serving and ([chain] or [16:4] or [nomask]) \
+  or test_features and (frequency or logprobs or seeded or refused or switch or metrics_are)
+
+test-releases: engine ## the older tested releases of SGLang: what differs between them
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(RELEASES:%=test-release-%)
+
+test-release-%: $(ENGINE)-%/.ready
+	@echo "test-releases: SGLang $*"
+	@cd backend; $(CURDIR)/$(ENGINE)-$*/bin/python -m pytest -q --disable-warnings -p no:cacheprovider -k "$(RELEASE_TESTS)"
+
 molecule: setup ## the roles on real systemd hosts: deploy, then a short sweep
 	@tools/molecule.sh default sweep
 
@@ -98,4 +122,4 @@ lock: ## make the hash-locked requirements anew from requirements/*.in (needs uv
 
 clean: ## remove what the targets made in the tree, and the test hosts; caches stay
 	@[[ ! -d /sys/class/net ]] || testhosts/testhosts down --all || true
-	rm -rf $(VENV) $(ENGINE) build dist .pytest_cache .mypy_cache .ruff_cache .ansible .hypothesis
+	rm -rf $(VENV) $(ENGINE) $(ENGINE)-* build dist .pytest_cache .mypy_cache .ruff_cache .ansible .hypothesis

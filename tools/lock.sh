@@ -18,6 +18,9 @@ lock requirements/controller.in requirements/controller.txt --universal
 lock requirements/dev.in requirements/dev.txt --universal
 lock requirements/engine-test.in requirements/engine-test.txt --universal
 lock requirements/client.in roles/sweep_client/files/requirements.txt --universal
+for older in requirements/engine-[0-9]*.in; do
+    lock "$older" "${older%.in}.txt" --no-deps "${engine[@]}"
+done
 lock requirements/engine-cuda.in roles/sglang_engine/files/requirements-cuda.txt "${engine[@]}" --prerelease=allow
 
 # torch: only the hash of its CPU build, which carries a local suffix that a lock file must not name.

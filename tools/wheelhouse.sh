@@ -22,7 +22,7 @@ mkdir -p "$cache"
 exec 9>"$cache/$key.lock"
 flock 9                                            # two runs at once make it once
 if [[ ! -d $house ]]; then
-    echo "wheelhouse: downloading the wheels of $* for Python $want (once, several hundred MB)" >&2
+    echo "wheelhouse: downloading the wheels of $* for Python $want (once, up to several hundred MB)" >&2
     part=$cache/.$key.part                         # kept after a broken run: pip goes on from what is there
     mkdir -p "$part"
     options=(--no-deps --require-hashes --only-binary=:all: --dest "$part" --disable-pip-version-check -qq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,13 @@ def test_an_untested_release_is_tried_when_told_to(other_version: str) -> None:
     allowed = {"PYTHONPATH": other_version, "SGLANG_DDTREE_ALLOW_UNTESTED": "1"}
     done = run(launch_command(31099, tree_flags(5000, 4)), **allowed)
     assert "--speculative-ddtree-budget 5000 needs 5001 tokens per verify" in done.stderr
+
+
+def test_a_release_is_called_tested_when_make_test_runs_it() -> None:
+    root = Path(__file__).resolve().parents[2]
+    locks = [*root.glob("requirements/engine-*.txt"), root / "roles/sglang_engine/files/requirements-cpu.txt"]
+    pinned = [re.findall(r"^sglang==(\S+)", lock.read_text(), re.M) for lock in locks]
+    assert sorted(release for found in pinned for release in found) == list(TESTED)
 
 
 def check(**extra: str) -> tuple[int, dict[str, Any], str]:
