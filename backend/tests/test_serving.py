@@ -18,6 +18,8 @@ TOKENS = 128
 BATCH = 4
 TREES = {"8:4": (8, 4), "16:4": (16, 4), "16:8": (16, 8), "24:6": (24, 6), "32:8": (32, 8), "48:8": (48, 8)}
 BLOCK = 8
+#: The draft's most probable token at each depth and nothing beside it, which is what the chain verifies.
+ONE_BRANCH = "7:1"
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,12 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     logs = tmp_path_factory.mktemp("logs")
+    flags = {"ar": [], "chain": CHAIN, ONE_BRANCH: tree_flags(7, 1)}
+    flags |= {row: tree_flags(*point) for row, point in TREES.items()}
 
     @cache
     def of(row: str) -> Run:
-        flags = {"ar": [], "chain": CHAIN}.get(row) if row not in TREES else tree_flags(*TREES[row])
-        assert flags is not None
-        return measure(flags, logs / f"{row.replace(':', '-')}.log")
+        return measure(flags[row], logs / f"{row.replace(':', '-')}.log")
 
     return of
 
@@ -117,6 +119,12 @@ def test_accept_length_does_not_fall_with_the_budget(run: Any, ascending: list[s
 @pytest.mark.parametrize("row", TREES)
 def test_a_tree_beats_the_chain(run: Any, row: str) -> None:
     assert run(row).accept_length > run("chain").accept_length > 2
+
+
+def test_a_tree_of_one_branch_accepts_what_the_chain_does(run: Any) -> None:
+    """Step by step. A draft whose KV is not where it belongs proposes worse, and shows nowhere else."""
+    assert run(ONE_BRANCH).single == run("chain").single
+    assert run(ONE_BRANCH).histogram == run("chain").histogram
 
 
 @pytest.mark.parametrize("plant", ["nomask", "nomove", "width"])
