@@ -47,7 +47,8 @@ class Candidates:
         return len(self.depths)
 
 
-@lru_cache(maxsize=256)
+# Up to some 4 MB each.
+@lru_cache(maxsize=48)
 def candidates(
     depth: int, ranks: int, budget: int, most: int, device: str | None = None
 ) -> Candidates | None:
