@@ -5,16 +5,19 @@
 
 One server with the demo pair, one prompt at a time. In every round each prompt runs once under each setting,
 the settings in an order that moves on from prompt to prompt, so that a ratio compares neighbours in time.
-Ratios are medians over these pairs, with a 95 % interval from resampling them.
+Ratios are of sums over all prompts, with a 95 % interval from resampling the prompts: the same prompt says
+the same again in every round, so that rounds alone would not tell how far other prompts would agree.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 import random
-import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "backend/tests"))
 
 import engine
 import requests
-from prompts import PROMPTS
+from prompts import PROMPTS as FEW
 
 MOST, TOPK_CAP, TOKENS = 64, 8, 128
+SOURCE = inspect.getsource(textwrap) + inspect.getsource(json)
+PROMPTS = [*FEW, *(SOURCE[start : start + 200] for start in range(0, 24 * 900, 900))]
 FIXED = (4, 8, 12, 16, 24, 32, 48, 64)
 OFF = {"ddtree_budget": MOST, "ddtree_adaptive": 0, "ddtree_record": 0}
 SETTINGS = {
@@ -54,11 +59,16 @@ def measure(server: engine.Server, prompt: str) -> tuple[float, int]:
     return time.perf_counter() - start, int(meta["spec_verify_ct"])
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Median and its 95 % interval, from 2,000 resamplings."""
+def interval(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
+    """Ratio of two sums over prompts and its 95 % interval, from 2,000 resamplings of the prompts."""
     draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return statistics.median(ratios), medians[49], medians[-50]
+    places = range(len(above))
+
+    def ratio(chosen: Sequence[int]) -> float:
+        return sum(above[i] for i in chosen) / sum(below[i] for i in chosen)
+
+    ratios = sorted(ratio(draw.choices(places, k=len(places))) for _ in range(2000))
+    return ratio(places), ratios[49], ratios[-50]
 
 
 def main() -> None:
@@ -66,13 +76,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What a running server's switches gain and cost.")
     parser.add_argument("what", choices=SETTINGS)
     parser.add_argument(
-        "--rounds", type=int, default=4, help="rounds over all prompts (default: %(default)s)"
+        "--rounds", type=int, default=2, help="rounds over all prompts (default: %(default)s)"
     )
     given = parser.parse_args()
     settings = SETTINGS[given.what]
     names = list(settings)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    steps: dict[str, list[int]] = {name: [] for name in names}
+    # Sums over the rounds, by prompt.
+    seconds = {name: [0.0] * len(PROMPTS) for name in names}
+    steps = {name: [0] * len(PROMPTS) for name in names}
     with (
         tempfile.TemporaryDirectory(prefix="switches-") as folder,
         engine.serve(
@@ -86,8 +97,8 @@ def main() -> None:
                     switch(server, settings[name])
                     taken, count = measure(server, prompt)
                     if number >= 0:
-                        seconds[name].append(taken)
-                        steps[name].append(count)
+                        seconds[name][place] += taken
+                        steps[name][place] += count
             print(f"round {number + 1} of {given.rounds}", file=sys.stderr, flush=True)
     best = min(names, key=lambda name: sum(seconds[name]) if name != given.what else float("inf"))
     total = len(PROMPTS) * TOKENS * given.rounds
@@ -98,12 +109,11 @@ def main() -> None:
     print("| setting | tok/s | accept length | ms a step | speed | 95 % | time of a step | 95 % |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in names:
-        faster = [b / s for s, b in zip(seconds[name], seconds[best], strict=True)]
-        step = [
-            (s / n) / (b / m)
-            for s, n, b, m in zip(seconds[name], steps[name], seconds[best], steps[best], strict=True)
-        ]
-        (speed, *speeds), (cost, *costs) = interval(faster), interval(step)
+        speed, *speeds = interval(seconds[best], seconds[name])
+        ours, theirs = (
+            [t / n for t, n in zip(seconds[arm], steps[arm], strict=True)] for arm in (name, best)
+        )
+        cost, *costs = interval(ours, theirs)
         whole, count = sum(seconds[name]), sum(steps[name])
         print(
             f"| {name} | {total / whole:.1f} | {total / count:.2f} | {whole / count * 1e3:.2f} "

@@ -25,13 +25,18 @@ _KEEP_PROBABILITIES = 0.999
 #: The draft is believed as much as this many expected acceptances say.
 _PRIOR = 2.0
 #: Nodes are told apart by their place and by the power of two of their probability, down to 1/16.
-_BINS = 5
-#: The first steps try all widths, later one in so many does, so that the line never rests on one width.
+_BINS, _PER_POWER = 5, -1 / float(np.log(2))
+#: The first steps try all widths; later one in so many tries half or twice what pays, so that the line never
+#: rests on one width.
 _FIRST, _EVERY = 12, 32
+#: Tokens that another budget than the last must be worth more.
+_MARGIN = 0.05
+#: Steps that are looked at together.
+_TOGETHER = 16
 #: A step that took this many times what was expected was disturbed, and counts as that long.
 _DISTURBED = 3.0
-#: Trees are built for at least this many nodes; what paid lately is forgotten in some ten steps.
-_LEAST, _RECENT = 8, 0.95
+#: Trees are built for at least this many nodes, and so many times what paid lately; that fades in ten steps.
+_LEAST, _ROOM, _RECENT = 8, 1.5, 0.95
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -46,6 +51,8 @@ class _StepTime:
         self._period = self._periods = 0.0
         self.recent = 0.0
         """Largest budget that paid lately; it fades."""
+        self.last = 0
+        """Budget of the last step that was to pay."""
 
     def add(self, nodes: int, seconds: float) -> None:
         expected = self.predict(nodes)
@@ -84,12 +91,15 @@ class _StepTime:
         seconds = self._period / self._periods if self._periods else self._sums[2] / self._sums[0]
         return float(self._tokens / self._token_steps / seconds)
 
-    def tries(self) -> int | None:
-        """Count a step; which width it is to try out of the round of them, None: the one that pays."""
+    def tries(self, most: int) -> int | None:
+        """Count a step; the budget that it is to try, None: the one that pays."""
         self._steps += 1
         if self._steps <= _FIRST:
-            return self._steps
-        return self._steps // _EVERY if self._steps % _EVERY == 0 else None
+            return max(1, most >> self._steps % 4)
+        if self._steps % _EVERY:
+            return None
+        double = self._steps // _EVERY % 2
+        return max(1, int(self.recent * 2 if double else self.recent / 2))
 
 
 class AdaptiveBudget:
@@ -99,11 +109,13 @@ class AdaptiveBudget:
         """Start with no knowledge, for budgets up to ``most``."""
         #: Few, about a third apart: a width that is new to a device costs it more than it can save.
         self._budgets = np.array(_ladder(most))
-        self._round = sorted({max(1, most * part // 8) for part in (1, 2, 4, 8)}, reverse=True)
+        self._most = most
         self._times: dict[int, _StepTime] = {}
         self._bins = _BINS * np.searchsorted(self._budgets, np.arange(1, most + 1))
         self._expected = np.zeros(_BINS * len(self._budgets))
         self._accepted = np.zeros(_BINS * len(self._budgets))
+        self._unlearned: list[tuple[Array, Array, Array]] = []
+        self._believed = np.ones(_BINS * len(self._budgets))
         self._started: tuple[int, float] | None = None
         self._tried: int | None = None
         self._chosen = self._choices = 0.0
@@ -116,15 +128,14 @@ class AdaptiveBudget:
             now: a clock in seconds.
 
         Returns:
-            how many nodes are enough for :meth:`choose`: twice what was needed lately.
+            how many nodes are enough for :meth:`choose`: some more than were needed lately.
         """
         times = self._of(batch)
         if self._started is not None and self._started[0] == batch:
             times.period(now - self._started[1])
         self._started = batch, now
-        tried = times.tries()
-        self._tried = None if tried is None else self._round[tried % len(self._round)]
-        return self._tried or max(_LEAST, int(2 * times.recent))
+        self._tried = times.tries(self._most)
+        return self._tried or max(_LEAST, int(_ROOM * times.recent))
 
     def choose(self, log_probs: Array) -> int:
         """The budget of the step that was begun.
@@ -139,10 +150,15 @@ class AdaptiveBudget:
         times = self._of(batch)
         slope, rate = times.slope(), times.rate()
         if self._tried is None and slope is not None and rate is not None:
-            gains = self.probabilities(log_probs).sum(0)
-            worth = np.cumsum(gains - rate * slope * batch)
-            budgets = self._budgets[self._budgets <= budget]
-            budget = int(budgets[worth[budgets - 1].argmax()])
+            likely = self.probabilities(log_probs)
+            gains = likely[0] if batch == 1 else likely.sum(0)
+            worth = (gains - rate * slope * batch).cumsum()
+            budgets = self._budgets[: self._budgets.searchsorted(budget, side="right")]
+            best = int(budgets[worth[budgets - 1].argmax()])
+            last = min(times.last or best, budget)
+            # A change has a price of its own, and near the optimum all budgets are alike.
+            budget = best if worth[best - 1] - worth[last - 1] > _MARGIN else last
+            times.last = budget
             times.recent = max(budget, _RECENT * times.recent)
         self._chosen = self._chosen * _KEEP + budget
         self._choices = self._choices * _KEEP + 1
@@ -150,8 +166,7 @@ class AdaptiveBudget:
 
     def probabilities(self, log_probs: Array) -> Array:
         """How likely nodes are to be accepted: the draft's probability, corrected by what became of such."""
-        believed = (self._accepted + _PRIOR) / (self._expected + _PRIOR)
-        return np.exp(log_probs) * believed[self._bin(log_probs)]
+        return np.exp(log_probs) * self._believed[self._bin(log_probs)]
 
     def took(self, width: int, batch: int, seconds: float) -> None:
         """Learn the time of a step that verified ``width`` nodes of each request."""
@@ -165,14 +180,21 @@ class AdaptiveBudget:
             nodes: int ``[batch, width]``: node at each depth of the path, the root is node 0.
             lengths: int ``[batch]``: committed tokens, nodes of the path with the root.
         """
-        hit = np.zeros(log_probs.shape)
-        for row, length in enumerate(lengths.tolist()):
-            hit[row, nodes[row, 1:length] - 1] = 1.0
-        index = self._bin(log_probs).ravel()
-        for sums, what in ((self._expected, np.exp(log_probs)), (self._accepted, hit)):
-            sums *= _KEEP_PROBABILITIES
-            sums += np.bincount(index, what.ravel(), len(sums))
         self._of(len(lengths)).committed(int(lengths.sum()))
+        self._unlearned.append((log_probs, nodes, lengths))
+        # Together: alone, right after a model's pass, each would be a row of cache misses.
+        if len(self._unlearned) < _TOGETHER:
+            return
+        for scores, path, counts in self._unlearned:
+            hit = np.zeros(scores.shape)
+            for row, length in enumerate(counts.tolist()):
+                hit[row, path[row, 1:length] - 1] = 1.0
+            index = self._bin(scores).ravel()
+            for sums, what in ((self._expected, np.exp(scores)), (self._accepted, hit)):
+                sums *= _KEEP_PROBABILITIES
+                sums += np.bincount(index, what.ravel(), len(sums))
+        self._unlearned.clear()
+        self._believed = (self._accepted + _PRIOR) / (self._expected + _PRIOR)
 
     @property
     def mean(self) -> float:
@@ -180,7 +202,7 @@ class AdaptiveBudget:
         return self._chosen / self._choices if self._choices else 0.0
 
     def _bin(self, log_probs: Array) -> Array:
-        powers = np.clip(log_probs * (-1 / np.log(2)), 0, _BINS - 1).astype(np.int64)
+        powers: Array = np.minimum(log_probs * _PER_POWER, _BINS - 1).astype(np.int64)
         return powers + self._bins[: log_probs.shape[1]]
 
     def _of(self, batch: int) -> _StepTime:
