@@ -109,6 +109,7 @@ molecule: setup ## the roles on real systemd hosts: deploy, then a short sweep
 
 benchmark: engine ## speed of the parts, as ratios in one run each (Markdown; a quiet machine, about 15 minutes)
 	@$(ENGINE)/bin/python benchmarks/tree_builder.py
+	@$(ENGINE)/bin/python benchmarks/host_cost.py
 	@$(ENGINE)/bin/python benchmarks/switches.py adaptive
 	@$(ENGINE)/bin/python benchmarks/switches.py trace
 

@@ -223,7 +223,8 @@ class DDTreeWorker(DFlashWorkerV2):
         for of_step, seconds in self._clock.finished(size):
             self._step_metrics.time(**seconds)
             self._recorder.cost(of_step, seconds)
-            self._limits.chooser.took(of_step[0], of_step[1], sum(seconds.values()))
+            if self._limits.adaptive:
+                self._limits.chooser.took(of_step[0], of_step[1], sum(seconds.values()))
         return result
 
     def _step_of(
