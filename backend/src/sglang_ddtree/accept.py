@@ -61,7 +61,7 @@ def _accept_on_host(
 ) -> Acceptance:
     """As :func:`accept` where values are at hand: twenty operations on tensors take longer than this."""
     lists = [column.tolist() for column in (tokens, parents, used, answers)]
-    lengths, nodes, committed, bonus = [], [], [], []
+    rows = []
     for row, (names, above, counts, answer) in enumerate(zip(*lists, strict=True)):
         last, accepted = 0, [True] * len(names)
         for node in range(1, len(names)):
@@ -70,15 +70,14 @@ def _accept_on_host(
             # Accepted nodes are a path, and come after their ancestors.
             last = node if accepted[node] else last
         path = [0, *(node for node in paths[row, last].tolist() if node)]
-        lengths.append(len(path))
-        nodes.append([*path, *range(len(path), width)])
-        committed.append([answer[node] for node in nodes[-1]])
-        bonus.append(answer[last])
+        nodes = [*path, *range(len(path), width)]
+        rows.append([*nodes, *(answer[node] for node in nodes), answer[last], len(path)])
+    made = torch.tensor(rows)
     return Acceptance(
-        torch.tensor(lengths, dtype=torch.int32),
-        torch.tensor(nodes),
-        torch.tensor(committed),
-        torch.tensor(bonus),
+        lengths=made[:, -1].to(torch.int32),
+        nodes=made[:, :width],
+        tokens=made[:, width:-2],
+        bonus=made[:, -2].contiguous(),
     )
 
 

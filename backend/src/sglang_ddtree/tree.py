@@ -139,14 +139,14 @@ def best_log_probs(
     """
     logits = logits.float()
     values, tokens = top_tokens(logits, min(k, logits.shape[-1]))
-    total = torch.logsumexp(logits, dim=-1, keepdim=True)
-    if gather is not None:
-        total = torch.logsumexp(gather(total), dim=-1, keepdim=True)
-        # Parts are in the order of their ids, so that the first of equals is still the smallest id.
-        tokens = gather(tokens + first_token)
-        values, place = top_tokens(gather(values), k)
-        tokens = tokens.gather(-1, place)
-    return values - total, tokens
+    if gather is None:
+        # One pass; a sum of exponentials alone takes several.
+        return torch.log_softmax(logits, dim=-1).gather(-1, tokens), tokens
+    total = torch.logsumexp(gather(torch.logsumexp(logits, dim=-1, keepdim=True)), dim=-1, keepdim=True)
+    # Parts are in the order of their ids, so that the first of equals is still the smallest id.
+    tokens = gather(tokens + first_token)
+    values, place = top_tokens(gather(values), k)
+    return values - total, tokens.gather(-1, place)
 
 
 def build_tree(log_probs: Tensor, budget: int, topk_cap: int) -> DraftTree:
