@@ -11,7 +11,16 @@ import pytest
 import torch
 from oracle import HeapTree, heap_trees
 from sglang_ddtree import tree as tree_module
-from sglang_ddtree.tree import DraftTree, ancestor_mask, build_tree, paths_of, top_tokens, tree_size
+from sglang_ddtree.tree import (
+    DraftTree,
+    ancestor_mask,
+    best_log_probs,
+    build_tree,
+    build_tree_from_topk,
+    paths_of,
+    top_tokens,
+    tree_size,
+)
 
 
 def random_log_probs(
@@ -125,6 +134,21 @@ def test_by_hand() -> None:
     assert tree.ranks.tolist() == [[0, 0, 1, 0, 1, 2]]
     assert tree.log_probs[0].exp().tolist() == pytest.approx([0.6, 0.42, 0.3, 0.21, 0.12, 0.1], rel=1e-5)
     assert tree.count.tolist() == [6]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("budget", [8, 300])
+def test_a_row_that_is_no_distribution_drafts_nothing(way: str, bad: float, budget: int) -> None:
+    """An overflow in the draft costs accept length; the neighbours' trees and the server stay."""
+    logits = random_log_probs(2, 3, 32, seed=9)
+    expected = build_tree_from_topk(*best_log_probs(logits[:1], 8), budget)
+    logits[1, 1, 5] = bad
+    tree = build_tree_from_topk(*best_log_probs(logits, 8), budget)
+    for name in ("tokens", "parents", "depths", "ranks", "log_probs"):
+        assert torch.equal(getattr(tree, name)[:1], getattr(expected, name)), name
+    deep = (tree.depths[1] > 1) & (tree.ranks[1] >= 0)
+    assert tree.log_probs[1][deep].eq(-math.inf).all()
+    assert tree.log_probs[1][(tree.depths[1] == 1) & (tree.ranks[1] >= 0)].isfinite().all()
 
 
 def test_padding() -> None:

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-#: What a step still counts for after one more, in the fit of times and in the rate: about 200 steps.
-_KEEP = 0.995
+#: What a step still counts for after one more, in the fit of times and in the rate: about 100 steps.
+_KEEP = 0.99
 #: The same for the draft's probabilities, which change slowly and are rare at the lower end.
 _KEEP_PROBABILITIES = 0.999
 #: The draft is believed as much as this many expected acceptances say.
@@ -34,7 +34,7 @@ _MARGIN = 0.05
 #: Steps that are looked at together.
 _TOGETHER = 16
 #: A step that took this many times what was expected was disturbed, and counts as that long.
-_DISTURBED = 3.0
+_DISTURBED = 2.0
 #: Trees are built for at least this many nodes, and so many times what paid lately; that fades in ten steps.
 _LEAST, _ROOM, _RECENT = 8, 1.5, 0.95
 
@@ -46,6 +46,7 @@ class _StepTime:
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)  # weight, x, y, xx, xy
+        self._first: dict[int, list[float]] = {}
         self._steps = 0
         self._tokens = self._token_steps = 0.0
         self._period = self._periods = 0.0
@@ -55,10 +56,16 @@ class _StepTime:
         """Budget of the last step that was to pay."""
 
     def add(self, nodes: int, seconds: float) -> None:
-        expected = self.predict(nodes)
-        if expected is not None:
-            seconds = min(seconds, _DISTURBED * expected)
-        self._sums = self._sums * _KEEP + np.array([1.0, nodes, seconds, nodes * nodes, nodes * seconds])
+        if not self._sums[0]:
+            # The first time of a width has its set-up in it: the least of the first few is believed.
+            self._first.setdefault(nodes, []).append(seconds)
+            if sum(map(len, self._first.values())) >= _FIRST:
+                for width, times in self._first.items():
+                    self._sums += len(times) * _sample(width, min(times))
+            return
+        mean = float(self._sums[2] / self._sums[0])
+        seconds = min(seconds, _DISTURBED * max(self.predict(nodes) or mean, mean / 2))
+        self._sums = self._sums * _KEEP + _sample(nodes, seconds)
 
     def committed(self, tokens: int) -> None:
         self._tokens = self._tokens * _KEEP + tokens
@@ -89,7 +96,7 @@ class _StepTime:
         if not self._token_steps or not self._sums[0]:
             return None
         seconds = self._period / self._periods if self._periods else self._sums[2] / self._sums[0]
-        return float(self._tokens / self._token_steps / seconds)
+        return float(self._tokens / self._token_steps / max(seconds, 1e-9))
 
     def tries(self, most: int) -> int | None:
         """Count a step; the budget that it is to try, None: the one that pays."""
@@ -98,8 +105,9 @@ class _StepTime:
             return max(1, most >> self._steps % 4)
         if self._steps % _EVERY:
             return None
-        double = self._steps // _EVERY % 2
-        return max(1, int(self.recent * 2 if double else self.recent / 2))
+        if self._steps // _EVERY % 2:
+            return 2 * max(int(self.recent), _LEAST // 2)
+        return max(1, int(self.recent / 2))
 
 
 class AdaptiveBudget:
@@ -118,6 +126,7 @@ class AdaptiveBudget:
         self._believed = np.ones(_BINS * len(self._budgets))
         self._started: tuple[int, float] | None = None
         self._tried: int | None = None
+        self._choosing = False
         self._chosen = self._choices = 0.0
 
     def start(self, batch: int, now: float) -> int:
@@ -146,6 +155,7 @@ class AdaptiveBudget:
         Returns:
             at least 1, at most the nodes given.
         """
+        self._choosing = True
         batch, budget = map(int, log_probs.shape)
         times = self._of(batch)
         slope, rate = times.slope(), times.rate()
@@ -173,13 +183,16 @@ class AdaptiveBudget:
         self._of(batch).add(width * batch, seconds)
 
     def learn(self, log_probs: Array, nodes: Array, lengths: Array) -> None:
-        """Learn what became of a step's nodes.
+        """Learn what became of the nodes of a step whose budget was chosen; of others it is no sign.
 
         Args:
             log_probs: float ``[batch, budget]``, as verified.
             nodes: int ``[batch, width]``: node at each depth of the path, the root is node 0.
             lengths: int ``[batch]``: committed tokens, nodes of the path with the root.
         """
+        if not self._choosing:
+            return
+        self._choosing = False
         self._of(len(lengths)).committed(int(lengths.sum()))
         self._unlearned.append((log_probs, nodes, lengths))
         # Together: alone, right after a model's pass, each would be a row of cache misses.
@@ -207,6 +220,10 @@ class AdaptiveBudget:
 
     def _of(self, batch: int) -> _StepTime:
         return self._times.setdefault(batch.bit_length(), _StepTime())
+
+
+def _sample(nodes: int, seconds: float) -> Array:
+    return np.array([1.0, nodes, seconds, nodes * nodes, nodes * seconds])
 
 
 def _ladder(most: int) -> list[int]:

@@ -47,8 +47,8 @@ class Candidates:
         return len(self.depths)
 
 
-# Up to some 4 MB each.
-@lru_cache(maxsize=48)
+# Up to some 9 MB each.
+@lru_cache(maxsize=32)
 def candidates(
     depth: int, ranks: int, budget: int, most: int, device: str | None = None
 ) -> Candidates | None:

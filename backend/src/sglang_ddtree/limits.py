@@ -52,7 +52,7 @@ class Limits:
         """Why the whole server can't be switched to a value, or None."""
         if key != ADAPTIVE_KEY:
             return self.refusal({key: value})
-        if value not in (0, 1):
+        if value not in (0, 1) or isinstance(value, bool):
             return f"{key} is {value!r}, expected 0 (off) or 1 (on)"
         return self.adaptive_refusal if value else None
 

@@ -135,18 +135,19 @@ def best_log_probs(
             part.
 
     Returns:
-        log-probabilities ``[..., k]`` float32 and token ids ``[..., k]`` int64, best first, equal ones by id.
+        log-probabilities ``[..., k]`` float32 and token ids ``[..., k]`` int64, best first, equal ones by id;
+        -inf throughout where there is no distribution.
     """
     logits = logits.float()
     values, tokens = top_tokens(logits, min(k, logits.shape[-1]))
     if gather is None:
         # One pass; a sum of exponentials alone takes several.
-        return torch.log_softmax(logits, dim=-1).gather(-1, tokens), tokens
+        return _known(torch.log_softmax(logits, dim=-1).gather(-1, tokens)), tokens
     total = torch.logsumexp(gather(torch.logsumexp(logits, dim=-1, keepdim=True)), dim=-1, keepdim=True)
     # Parts are in the order of their ids, so that the first of equals is still the smallest id.
     tokens = gather(tokens + first_token)
     values, place = top_tokens(gather(values), k)
-    return values - total, tokens.gather(-1, place)
+    return _known(values - total), tokens.gather(-1, place)
 
 
 def build_tree(log_probs: Tensor, budget: int, topk_cap: int) -> DraftTree:
@@ -405,6 +406,11 @@ def _kept(keep: Array, scores: Array, codes: Array | None) -> tuple[Array, Array
     found, called = np.full(batch * kept, -np.inf), np.zeros(batch * kept, np.int64)
     found[slot], called[slot] = values, names
     return found.reshape(batch, kept), called.reshape(batch, kept)
+
+
+def _known(log_probs: Tensor) -> Tensor:
+    """A distribution that is not one (an overflow in the draft, say) drafts nothing, and ends no server."""
+    return log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def _on_host(values: Tensor) -> bool:

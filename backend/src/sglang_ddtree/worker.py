@@ -177,7 +177,7 @@ class DDTreeWorker(DFlashWorkerV2):
                 self._counts.begin(len(pool), batch.req_pool_indices, batch.reqs, result.next_token_ids)
             return result
 
-        self._clock.start(always=self._recorder.mode == record.COST)
+        self._clock.start(always=self._recorder.mode == record.COST or self._limits.adaptive)
         state, prefix_lens = batch.spec_info, batch.seq_lens
         if prefix_lens.is_cuda:
             # Made on the scheduler's stream; keep its memory until this stream has read it.
