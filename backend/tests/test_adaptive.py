@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from sglang_ddtree import record
 from sglang_ddtree.adaptive import AdaptiveBudget, Array
 from sglang_ddtree.limits import Limits
 from sglang_ddtree.options import Options
+from sglang_ddtree.tree import build_tree_from_topk
 from sglang_ddtree.worker import DDTreeWorker
 
 #: Seconds of a step without nodes, and of a node.
@@ -164,6 +167,24 @@ def test_gains_on_every_fixed_budget() -> None:
         now += took
         tokens += lengths[budget][step]
     assert tokens / now > 1.02 * fixed
+
+
+@pytest.mark.parametrize(("adaptive", "width"), [(True, 4), (False, 9)])
+def test_the_verify_is_as_narrow_as_chosen(adaptive: bool, width: int) -> None:
+    """The worker cuts the trees to the budget that was chosen, here always 3 of 8, and nothing else does."""
+    limits = Limits(Options(8, 4, adaptive=adaptive))
+    limits.chooser = SimpleNamespace(start=lambda batch, now: 8, choose=lambda log_probs: 3)  # type: ignore[assignment]
+    recorder = SimpleNamespace(budget=lambda: None, mode=record.OFF)
+    worker = SimpleNamespace(
+        _limits=limits, _recorder=recorder, _one_width=False, options=limits.most, device="cpu", _block=8
+    )
+    batch = SimpleNamespace(reqs=[SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None))] * 2)
+    log_probs, tokens = torch.log_softmax(torch.randn(2, 7, 16), -1).topk(4)
+    nodes = DDTreeWorker._grow(worker, batch, log_probs, tokens, torch.tensor([5, 6]))
+    whole = build_tree_from_topk(log_probs, tokens, 8)
+    assert nodes.width == width
+    assert nodes.tokens[:, 1:].tolist() == whole.tokens[:, : width - 1].tolist()
+    assert nodes.used.shape == nodes.depths.shape == nodes.paths.shape[:2] == (2, width)
 
 
 def test_refused_where_widths_can_not_change() -> None:

@@ -80,7 +80,7 @@ WAYS = ["host", "host by levels", "accelerator", "accelerator by levels"]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What accelerators run, which may not look at results; small trees the way of large ones as well."""
     if request.param.startswith("accelerator"):
-        monkeypatch.setattr(tree_module, "_on_host", lambda values: False)
+        monkeypatch.setattr(tree_module, "on_host", lambda values: False)
     if request.param.endswith("by levels"):
         monkeypatch.setattr(tree_module, "candidates", lambda *shape: None)
     return str(request.param)

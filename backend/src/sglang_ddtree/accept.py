@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sglang_ddtree.tree import on_host
+
 __all__ = ["Acceptance", "accept", "verify_mask"]
 
 
@@ -51,9 +53,21 @@ def accept(
         answers: int64 ``[batch, nodes]``: the target's token after each node.
         width: columns of the result, at least 1, at most the nodes.
     """
-    if tokens.device.type == "cpu":
+    if on_host(tokens):
         return _accept_on_host(tokens, parents, used, paths, answers, width)
-    return _accept(tokens, parents, depths, used, paths, answers, width)
+    batch, nodes = tokens.shape
+    match = (tokens == answers.gather(1, parents)) & used
+    match[:, 0] = True
+    # Padding has the root's path, but is not the root.
+    accepted = match & match.gather(1, paths.flatten(1)).view(batch, nodes, -1).all(2)
+    lengths = accepted.sum(1)
+    last = (depths * accepted).argmax(1, keepdim=True)
+    path = paths.gather(1, last.unsqueeze(2).expand(-1, -1, paths.shape[2])).squeeze(1)
+    steps = torch.arange(width, device=tokens.device)
+    path = pad(path, (1, max(0, width - 1 - path.shape[1])))[:, :width]
+    path = torch.where(steps < lengths.unsqueeze(1), path, steps)
+    bonus = answers.gather(1, last).squeeze(1)
+    return Acceptance(lengths.to(torch.int32), path, answers.gather(1, path), bonus)
 
 
 def _accept_on_host(
@@ -81,31 +95,6 @@ def _accept_on_host(
     )
 
 
-def _accept(
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    used: Tensor,
-    paths: Tensor,
-    answers: Tensor,
-    width: int,
-) -> Acceptance:
-    """As :func:`accept`, nothing read back."""
-    batch, nodes = tokens.shape
-    match = (tokens == answers.gather(1, parents)) & used
-    match[:, 0] = True
-    # Padding has the root's path, but is not the root.
-    accepted = match & match.gather(1, paths.flatten(1)).view(batch, nodes, -1).all(2)
-    lengths = accepted.sum(1)
-    last = (depths * accepted).argmax(1, keepdim=True)
-    path = paths.gather(1, last.unsqueeze(2).expand(-1, -1, paths.shape[2])).squeeze(1)
-    steps = torch.arange(width, device=tokens.device)
-    path = pad(path, (1, max(0, width - 1 - path.shape[1])))[:, :width]
-    path = torch.where(steps < lengths.unsqueeze(1), path, steps)
-    bonus = answers.gather(1, last).squeeze(1)
-    return Acceptance(lengths.to(torch.int32), path, answers.gather(1, path), bonus)
-
-
 def verify_mask(ancestors: Tensor, prefix_lens: Tensor, prefix_sum_bound: int) -> Tensor:
     """The flat attention mask SGLang's backends take for a tree verify.
 
@@ -122,7 +111,7 @@ def verify_mask(ancestors: Tensor, prefix_lens: Tensor, prefix_sum_bound: int) -
         bool ``[nodes * (sum of prefixes + batch * nodes)]``, on an accelerator with ``prefix_sum_bound`` for
         the sum; what lies beyond the last request is True and unused.
     """
-    if prefix_lens.device.type == "cpu":
+    if on_host(prefix_lens):
         lengths = prefix_lens.tolist()
         blocks = [pad(rows, (prefix, 0), value=True) for rows, prefix in zip(ancestors, lengths, strict=True)]
         return torch.cat([block.flatten() for block in blocks])

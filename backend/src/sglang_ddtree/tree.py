@@ -105,7 +105,7 @@ def top_tokens(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values ``[..., k]`` float32 and indices ``[..., k]`` int64.
     """
     values = scores.to(torch.float32)
-    if _on_host(values):
+    if on_host(values):
         best, tokens = values.topk(min(k + 1, values.shape[-1]), dim=-1)
         if not _repeats(best):
             return best[..., :k], tokens[..., :k]
@@ -189,7 +189,7 @@ def build_tree_from_topk(log_probs: Tensor, tokens: Tensor, budget: int) -> Draf
     gains = log_probs[..., :ranks].to(torch.float64)
     batch, depth, _ = gains.shape
     count = tree_size(depth, ranks, budget)
-    if not _on_host(gains):
+    if not on_host(gains):
         known = candidates(depth, ranks, budget, _MOST_CANDIDATES, str(gains.device))
         if known is None:
             return _build(gains, tokens, budget)
@@ -413,7 +413,7 @@ def _known(log_probs: Tensor) -> Tensor:
     return log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
-def _on_host(values: Tensor) -> bool:
+def on_host(values: Tensor) -> bool:
     """Whether a look at a result costs nothing."""
     return bool(values.device.type == "cpu")
 
