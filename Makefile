@@ -31,7 +31,7 @@ $(VENV)/.ready: requirements/dev.txt pyproject.toml
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
 
-wheelhouse: ## the engine's wheels for hosts without a way out; prints where they lie
+wheelhouse: ## the CPU engine's wheels for hosts without a way out (CUDA: docs/deploy.md); prints where they lie
 	@tools/wheelhouse.sh --python 3.11 $(HOUSE_LOCKS)
 
 engine: $(ENGINE)/.backend ## the real SGLang on this machine's CPU, with the backend, in .venv-engine
