@@ -64,13 +64,24 @@ def launch_command(
     ]
 
 
-def free_port() -> int:
-    """A random one, so that runs can go on side by side, below those that the kernel gives out by itself."""
+@contextmanager
+def claimed_port() -> Iterator[int]:
+    """A free port, ours as long as the block runs: its server binds it only seconds later.
+
+    Below 22000, where SGLang looks for the ports of its own processes. An abstract socket's name is the claim:
+    other runs of these tests on this machine respect it, and it ends with the process, whatever its end.
+    """
     while True:
-        port = random.randrange(21000, 30000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
+        port = random.randrange(10000, 22000)
+        with socket.socket(socket.AF_UNIX) as claim, socket.socket() as probe:
+            try:
+                claim.bind(f"\0arborist-test-port-{port}")
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            probe.close()
+            yield port
+            return
 
 
 @dataclass(frozen=True)
@@ -124,33 +135,33 @@ def serve(
     base: Sequence[str] = CPU_FLAGS,
 ) -> Iterator[Server]:
     """A server that answers; one that dies at start fails the test at once, with the end of its log."""
-    port = free_port()
-    started = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            launch_command(port, flags, target, base),
-            env=environment(extra_env),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    server = Server(f"http://127.0.0.1:{port}", log, process)
-    try:
-        while not _healthy(server.url):
-            if process.poll() is not None:
-                raise RuntimeError(f"the server died with {process.returncode}:\n{tail(log)}")
-            if time.monotonic() - started > BOOT_SECONDS:
-                raise RuntimeError(f"the server did not answer within {BOOT_SECONDS} s:\n{tail(log)}")
-            time.sleep(0.1)
-        server.boot_seconds = time.monotonic() - started
-        yield server
-    finally:
-        process.send_signal(signal.SIGTERM)
+    with claimed_port() as port:
+        started = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                launch_command(port, flags, target, base),
+                env=environment(extra_env),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        server = Server(f"http://127.0.0.1:{port}", log, process)
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            while not _healthy(server.url):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server died with {process.returncode}:\n{tail(log)}")
+                if time.monotonic() - started > BOOT_SECONDS:
+                    raise RuntimeError(f"the server did not answer within {BOOT_SECONDS} s:\n{tail(log)}")
+                time.sleep(0.1)
+            server.boot_seconds = time.monotonic() - started
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _healthy(url: str) -> bool:

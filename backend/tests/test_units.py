@@ -1,10 +1,13 @@
-"""Options, the journal line, the stage clock and the choice of model files, without a server."""
+"""Options, the journal line, the stage clock, choice of model files and of test ports; no server."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
+import socket
 
+import engine
 import pytest
 from sglang_ddtree import options
 from sglang_ddtree.clock import StageClock
@@ -105,3 +108,13 @@ def test_stage_clock_on_a_cpu() -> None:
     assert list(times) == list(STAGES)
     assert all(seconds >= 0 for seconds in times.values())
     assert clock.finished() == []
+
+
+def test_servers_of_runs_side_by_side_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other, engine.claimed_port() as claimed:
+        other.bind(("127.0.0.1", 0))
+        taken = [claimed, other.getsockname()[1]]
+        drawn = itertools.chain(taken, itertools.count(claimed + 1))
+        monkeypatch.setattr(engine.random, "randrange", lambda *_: next(drawn))
+        with engine.claimed_port() as mine:
+            assert mine not in taken
