@@ -4,9 +4,9 @@
     .venv-engine/bin/python benchmarks/host_cost.py --against COMMIT     an earlier backend of this repository
 
 A real server with the demo pair. In its scheduler this file, as a plugin, times each decode step from its
-start to the next one's: ``models`` are the passes of target and draft and the draft's KV of accepted tokens,
-``worker`` is the rest of the backend's step, ``scheduler`` what lies between steps. Medians over all steps,
-of servers that take turns.
+start to the next one's: ``models`` are the passes of target and draft, with the draft's embedding and head
+and its KV of accepted tokens; ``worker`` is the rest of the backend's step, ``scheduler`` what lies between
+steps. Medians over all steps, of servers that take turns.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 BUDGET, TOPK_CAP, TOKENS, WARM_UP = 32, 8, 128, 50
 FILE_ENV = "DDTREE_HOST_COST"
@@ -68,9 +70,13 @@ def activate() -> None:
     dflash = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
     for target in (
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        "sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding.forward",
         f"{dflash}._append_target_hidden_to_draft_kv_by_loc",
     ):
         HookRegistry.register(target, times.of_models, HookType.AROUND)
+    # The draft's head is the one product that the worker itself calls.
+    product = torch.Tensor.__matmul__
+    torch.Tensor.__matmul__ = lambda left, right: times.of_models(product, left, right)
     step = "sglang_ddtree.worker.DDTreeWorker.forward_batch_generation"
     HookRegistry.register(step, times.of_step, HookType.AROUND)
 

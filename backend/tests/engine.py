@@ -29,10 +29,12 @@ CPU_FLAGS = [
 DRAFT = ["--speculative-draft-model-path", str(MODELS / "draft")]
 CHAIN = ["--speculative-algorithm", "DFLASH", *DRAFT]
 
+STAGES = ("draft", "build", "verify", "commit")
 _LINE = re.compile(
     r"(DDTREE metrics: budget=(?P<budget>\d+) topk=(?P<topk>\d+)|DFLASH metrics:) steps=(?P<steps>\d+) "
     r"tokens=(?P<tokens>\d+) avg_commit_len=(?P<average>\d+\.\d\d) hist=(?P<hist>[\d,]+)"
-    r"(?(budget) draft_ms=[\d.]+ build_ms=[\d.]+ verify_ms=[\d.]+ commit_ms=[\d.]+)$"
+    r"(?(budget) draft_ms=(?P<draft>[\d.]+) build_ms=(?P<build>[\d.]+)"
+    r" verify_ms=(?P<verify>[\d.]+) commit_ms=(?P<commit>[\d.]+))$"
 )
 
 
@@ -68,8 +70,8 @@ def launch_command(
 def claimed_port() -> Iterator[int]:
     """A free port, ours as long as the block runs: its server binds it only seconds later.
 
-    Below 22000, where SGLang looks for the ports of its own processes. An abstract socket's name is the claim:
-    other runs of these tests on this machine respect it, and it ends with the process, whatever its end.
+    SGLang looks for ports of its own from 22000 on. The claim is the name of an abstract socket: other runs
+    of these tests on this machine respect it, and it ends with the process, whatever its end.
     """
     while True:
         port = random.randrange(10000, 22000)
@@ -92,6 +94,8 @@ class MetricsLine:
     tokens: int
     average: str
     histogram: list[int]
+    #: Milliseconds a scheduler step, by stage; empty for the chain, zeros when no step was timed.
+    stage_ms: dict[str, float]
 
 
 @dataclass
@@ -118,7 +122,10 @@ class Server:
                 assert match is not None, f"not the agreed format: {text}"
                 number = {key: int(match[key] or 0) for key in ("budget", "topk", "steps", "tokens")}
                 histogram = [int(part) for part in match["hist"].split(",")]
-                lines.append(MetricsLine(**number, average=match["average"], histogram=histogram))
+                stages = {stage: float(match[stage]) for stage in STAGES if match[stage] is not None}
+                lines.append(
+                    MetricsLine(**number, average=match["average"], histogram=histogram, stage_ms=stages)
+                )
         return lines
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang_ddtree import accept as accept_module
 from sglang_ddtree.accept import _scattered_mask, accept, verify_mask
-from sglang_ddtree.tree import ancestor_mask, build_tree, paths_of
+from sglang_ddtree.tree import RootedTree, grow_tree
 
 
 @pytest.fixture(params=["host", "accelerator"])
@@ -19,7 +19,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def walk(tokens: list[int], parents: list[int], count: int, answers: list[int]) -> list[int]:
+def walk(tokens: list[int], parents: list[int], answers: list[int], count: int) -> list[int]:
     """The committed path as an implementation with pointers would find it."""
     path = [0]
     while True:
@@ -33,18 +33,16 @@ def walk(tokens: list[int], parents: list[int], count: int, answers: list[int]) 
 def test_equals_walk(way: str, budget: int, cap: int, vocab: int) -> None:
     torch.manual_seed(budget)
     batch, depth = 64, 5
-    tree = build_tree(torch.log_softmax(torch.randn(batch, depth, vocab), -1), budget, cap)
-    root = torch.zeros(batch, 1, dtype=torch.int64)
-    tokens, parents, depths = (torch.cat([root, x], 1) for x in (tree.tokens, tree.parents, tree.depths))
-    used = torch.arange(budget + 1) <= tree.count.unsqueeze(1)
+    log_probs = torch.log_softmax(torch.randn(batch, depth, vocab), -1)
+    tree = grow_tree(*log_probs.topk(min(cap, vocab)), budget)
     # Answers that often follow the tree: the token of a random child, sometimes noise.
     answers = torch.randint(vocab, (batch, budget + 1))
     width = min(budget, depth) + 1
-    paths = torch.nn.functional.pad(paths_of(tree, depth), (0, 0, 1, 0))
-    result = accept(tokens, parents, depths, used, paths, answers, width)
+    result = accept(tree, answers, width)
     lengths = set()
     for row in range(batch):
-        path = walk(tokens[row].tolist(), parents[row].tolist(), int(tree.count[row]), answers[row].tolist())
+        columns = (tree.tokens[row], tree.parents[row], answers[row])
+        path = walk(*(column.tolist() for column in columns), tree.count)
         committed = [int(answers[row, node]) for node in path]
         assert int(result.lengths[row]) == len(path)
         assert result.nodes[row, : len(path)].tolist() == path
@@ -57,13 +55,16 @@ def test_equals_walk(way: str, budget: int, cap: int, vocab: int) -> None:
 
 def test_padding_never_matches(way: str) -> None:
     """A padded node carries token 0 and parent 0; a target that answers 0 at the root must not accept it."""
-    tokens = torch.tensor([[9, 5, 0]])
-    parents = torch.zeros(1, 3, dtype=torch.int64)
-    depths = torch.tensor([[0, 1, 0]])
-    paths = torch.tensor([[[0], [1], [0]]])
-    answers = torch.zeros(1, 3, dtype=torch.int64)
-    used = torch.tensor([[True, True, False]])
-    result = accept(tokens, parents, depths, used, paths, answers, 2)
+    tree = RootedTree(
+        tokens=torch.tensor([[9, 5, 0]]),
+        parents=torch.zeros(1, 3, dtype=torch.int64),
+        depths=torch.tensor([[0, 1, 0]]),
+        ranks=torch.tensor([[0, 0, -1]]),
+        scores=torch.tensor([[0.0, -0.5, -torch.inf]], dtype=torch.float64),
+        paths=torch.tensor([[[0], [1], [0]]]),
+        count=1,
+    )
+    result = accept(tree, torch.zeros(1, 3, dtype=torch.int64), 2)
     assert result.lengths.tolist() == [1]
     assert result.bonus.tolist() == [0]
 
@@ -71,8 +72,8 @@ def test_padding_never_matches(way: str) -> None:
 @pytest.mark.parametrize(("make", "sum_of_prefixes"), [(verify_mask, 2), (_scattered_mask, 4)])
 def test_verify_mask_by_hand(make: Callable[..., torch.Tensor], sum_of_prefixes: int) -> None:
     """Two requests with prefixes 2 and 0, trees root-1-2 and root-1, root-2."""
-    ancestors = ancestor_mask(torch.tensor([[[0, 0], [1, 0], [1, 2]], [[0, 0], [1, 0], [2, 0]]]))
-    mask = make(ancestors, torch.tensor([2, 0]), 4)
+    paths = torch.tensor([[[0, 0], [1, 0], [1, 2]], [[0, 0], [1, 0], [2, 0]]])
+    mask = make(paths, torch.tensor([2, 0]), 4)
     assert mask.numel() == 3 * (sum_of_prefixes + 6)
     first = mask[:15].view(3, 5).int().tolist()
     assert first == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]

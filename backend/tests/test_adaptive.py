@@ -184,7 +184,7 @@ def test_the_verify_is_as_narrow_as_chosen(adaptive: bool, width: int) -> None:
     whole = build_tree_from_topk(log_probs, tokens, 8)
     assert nodes.width == width
     assert nodes.tokens[:, 1:].tolist() == whole.tokens[:, : width - 1].tolist()
-    assert nodes.used.shape == nodes.depths.shape == nodes.paths.shape[:2] == (2, width)
+    assert nodes.scores.shape == nodes.depths.shape == nodes.paths.shape[:2] == (2, width)
 
 
 def test_refused_where_widths_can_not_change() -> None:

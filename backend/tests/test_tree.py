@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -17,7 +16,7 @@ from sglang_ddtree.tree import (
     best_log_probs,
     build_tree,
     build_tree_from_topk,
-    paths_of,
+    grow_tree,
     top_tokens,
     tree_size,
 )
@@ -213,21 +212,18 @@ def test_top_tokens_breaks_ties_by_index_whatever_k() -> None:
         assert top_tokens(scores, k)[1].tolist() == tokens.tolist()[:k]
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_paths_and_ancestor_mask(known: bool) -> None:
+def test_paths_and_ancestor_mask(way: str) -> None:
     """As small trees bring their paths, and worked out from the parents."""
-    tree = build_tree(random_log_probs(3, 7, 32, seed=8), 40, 3)
-    assert tree.paths is not None
-    paths = paths_of(tree if known else dataclasses.replace(tree, paths=None), 7)
-    mask = ancestor_mask(torch.nn.functional.pad(paths, (0, 0, 1, 0)))
+    tree = grow_tree(*random_log_probs(3, 7, 32, seed=8).topk(3), 40)
+    assert tree.paths.shape == (3, 41, 7)
+    mask = ancestor_mask(tree.paths)
     for row, parents in enumerate(tree.parents.tolist()):
         for node in range(41):
-            way = [node] if node else []
-            while way and parents[way[0] - 1]:
-                way.insert(0, parents[way[0] - 1])
-            if node:
-                assert paths[row, node - 1].tolist() == way + [0] * (7 - len(way))
-            assert set(mask[row, node].nonzero().flatten().tolist()) == {0, *way}
+            path = [node] if node else []
+            while path and parents[path[0]]:
+                path.insert(0, parents[path[0]])
+            assert tree.paths[row, node].tolist() == path + [0] * (7 - len(path))
+            assert set(mask[row, node].nonzero().flatten().tolist()) == {0, *path}
 
 
 @pytest.mark.parametrize(

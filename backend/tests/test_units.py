@@ -10,7 +10,7 @@ import socket
 import engine
 import pytest
 from sglang_ddtree import options
-from sglang_ddtree.clock import StageClock
+from sglang_ddtree.clock import SAMPLE_EVERY, StageClock
 from sglang_ddtree.metrics import STAGES, StepMetrics
 
 
@@ -103,11 +103,16 @@ def test_stage_clock_on_a_cpu() -> None:
     clock.start()
     for _ in STAGES:
         clock.mark()
-    ((tag, times),) = clock.finished("a step")
+    ((tag, times),) = clock.finished(lambda: "a step")
     assert tag == "a step"
     assert list(times) == list(STAGES)
     assert all(seconds >= 0 for seconds in times.values())
-    assert clock.finished() == []
+    assert clock.finished(lambda: "none") == []
+    timed = []
+    for step in range(2 * SAMPLE_EVERY):
+        clock.start()
+        timed += [tag for tag, _ in clock.finished(lambda step=step: step)]
+    assert len(timed) == 2
 
 
 def test_servers_of_runs_side_by_side_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_ddtree.accept import verify_mask
-from sglang_ddtree.tree import ancestor_mask, build_tree, paths_of
+from sglang_ddtree.tree import ancestor_mask, grow_tree
 
 try:
     from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
@@ -76,8 +76,8 @@ def case(nodes: int, block: int, forced: bool) -> dict[str, float | int | bool]:
     """
     torch.manual_seed(nodes)
     log_probs = torch.log_softmax(torch.randn(REQUESTS, block - 1, 64), -1)
-    paths = paths_of(build_tree(log_probs, nodes - 1, 8), log_probs.shape[1])
-    ancestors = ancestor_mask(torch.nn.functional.pad(paths, (0, 0, 1, 0)))
+    paths = grow_tree(*log_probs.topk(8), nodes - 1).paths
+    ancestors = ancestor_mask(paths)
     prefixes = torch.tensor(PREFIXES)
     backend = bare_backend(block)
     verify = DFlashVerifyInput(
@@ -85,7 +85,7 @@ def case(nodes: int, block: int, forced: bool) -> dict[str, float | int | bool]:
         positions=torch.zeros(REQUESTS * nodes, dtype=torch.int64),
         draft_token_num=nodes,
         num_tokens_per_req=block if forced else nodes,
-        custom_mask=verify_mask(ancestors, prefixes, sum(PREFIXES) + 100),
+        custom_mask=verify_mask(paths, prefixes, sum(PREFIXES) + 100),
     )
     backend.init_forward_metadata(
         SimpleNamespace(

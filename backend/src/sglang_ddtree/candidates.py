@@ -24,27 +24,25 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 @dataclass(frozen=True)
 class Candidates:
-    """Rank paths in the order of depth and rank path; candidate ``i`` is called ``i + 1``, the root 0."""
+    """Rank paths in the order of depth and rank path, counted from 1; 0 is the root."""
 
     depths: Any
-    """int64 ``[candidates]``."""
+    """int64 ``[1 + candidates]``."""
     ranks: Any
-    """int64 ``[candidates]``: the last of the rank path, from 0."""
+    """int64 ``[1 + candidates]``: the last of the rank path, from 0."""
     parents: Any
-    """int64 ``[candidates]``: name of the parent."""
+    """int64 ``[1 + candidates]``."""
     paths: Any
-    """int64 ``[candidates, depth]``: names of the ancestors by depth, itself included, then 0."""
+    """int64 ``[1 + candidates, depth]``: the ancestors by depth, itself included, then 0."""
     gains: Any
     """int64 ``[depth, candidates]``: where the gain of the path's rank is in ``[depth * ranks]``, and beyond
     its end where a 0 is that follows them."""
     tokens: Any
-    """int64 ``[candidates]``: where its token is in ``[depth * ranks]``."""
-    levels: tuple[tuple[Array, Array], ...]
-    """For each depth its candidates' parents, counted within their level, and ranks."""
+    """int64 ``[1 + candidates]``: where its token is in ``[depth * ranks]``."""
 
     def __len__(self) -> int:
-        """How many there are."""
-        return len(self.depths)
+        """How many there are, without the root."""
+        return len(self.depths) - 1
 
 
 # Up to some 9 MB each.
@@ -57,13 +55,11 @@ def candidates(
         found = candidates(depth, ranks, budget, most)
         if found is None:
             return None
-        columns = {name: column for name, column in vars(found).items() if name != "levels"}
-        tensors = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
-        return Candidates(**tensors, levels=found.levels)
+        return Candidates(*(torch.from_numpy(column).to(device) for column in vars(found).values()))
     product, total = np.ones(1, np.int64), np.zeros(1, np.int64)
     above = np.zeros((1, depth), np.int64)
-    levels: list[tuple[Array, Array, Array, Array]] = []
-    places: list[tuple[Array, Array]] = []
+    # Depth, last rank, parent and path of the root, then of each level.
+    levels = [(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64), above)]
     first = 1
     for level in range(depth):
         children = np.clip((budget - total) // product, 0, ranks)
@@ -76,25 +72,16 @@ def candidates(
         paths = above[parent]
         paths[:, level] = np.arange(first, first + len(parent))
         levels.append((np.full(len(parent), level + 1), rank, above[parent, max(level - 1, 0)], paths))
-        places.append((parent, rank))
         first += len(parent)
         above = paths
     depths, last, parents, paths = (np.concatenate(column) for column in zip(*levels, strict=True))
-    rank_of = np.concatenate([[0], last])
-    gains = np.where(paths > 0, np.arange(depth) * ranks + rank_of[paths], depth * ranks)
-    return Candidates(
-        depths,
-        last,
-        parents,
-        paths,
-        np.ascontiguousarray(gains.T),
-        (depths - 1) * ranks + last,
-        tuple(places),
-    )
+    gains = np.where(paths > 0, np.arange(depth) * ranks + last[paths], depth * ranks)[1:]
+    places = np.maximum(depths - 1, 0) * ranks + last
+    return Candidates(depths, last, parents, paths, np.ascontiguousarray(gains.T), places)
 
 
-def build(found: Candidates, gains: Tensor, tokens: Tensor, count: int) -> tuple[Any, ...]:
-    """The best ``count`` candidates, best first, as tensors; nothing is read back.
+def build(found: Candidates, gains: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The root and the best ``count`` candidates, best first, as tensors; nothing is read back.
 
     Args:
         found: on the device of the tensors.
@@ -103,56 +90,53 @@ def build(found: Candidates, gains: Tensor, tokens: Tensor, count: int) -> tuple
         count: nodes, at most the candidates.
 
     Returns:
-        tokens, parents, depths, ranks and scores ``[batch, count]``, paths ``[batch, count, depth]``.
+        tokens, parents, depths, ranks and scores ``[batch, 1 + count]``, paths ``[batch, 1 + count, depth]``;
+        the root's token is any.
     """
-    flat = torch.nn.functional.pad(gains.flatten(1), (0, 1))
+    pad = torch.nn.functional.pad
+    flat = pad(gains.flatten(1), (0, 1))
     # Added depth by depth: another order of additions would round to another order of near equals.
     scores = flat[:, found.gains[0]]
     for index in found.gains[1:]:
         scores += flat[:, index]
     best = scores.sort(dim=1, descending=True, stable=True)
-    order = best.indices[:, :count]
-    batch = len(order)
-    place = order.new_zeros(batch, len(found) + 1)
-    names = torch.arange(1, count + 1, device=order.device).expand(batch, count)
-    place.scatter_(1, order + 1, names)
-    paths = place.gather(1, found.paths[order].flatten(1)).view(batch, count, -1)
-    nodes = tokens.flatten(1).gather(1, found.tokens[order])
-    parents = place.gather(1, found.parents[order])
-    return nodes, parents, found.depths[order], found.ranks[order], best.values[:, :count], paths
+    names = pad(best.indices[:, :count] + 1, (1, 0))
+    batch = len(names)
+    place = names.new_zeros(batch, 1 + len(found))
+    place.scatter_(1, names, torch.arange(1 + count, device=names.device).expand(batch, -1))
+    paths = place.gather(1, found.paths[names].flatten(1)).view(batch, 1 + count, -1)
+    nodes = tokens.flatten(1).gather(1, found.tokens[names])
+    parents = place.gather(1, found.parents[names])
+    scores = pad(best.values[:, :count], (1, 0))
+    return nodes, parents, found.depths[names], found.ranks[names], scores, paths
 
 
-def scores_on_host(found: Candidates, gains: Array) -> Array:
-    """Of all candidates, float64 ``[batch, candidates]``."""
-    scores = np.empty((len(gains), len(found)))
-    above = np.zeros((len(gains), 1))
-    end = 0
-    for level, (parents, ranks) in enumerate(found.levels):
-        start, end = end, end + len(ranks)
-        # No bounds to check: "clip" spares take() a buffer.
-        gain = gains[:, level].take(ranks, 1, mode="clip")
-        above = np.add(above.take(parents, 1, mode="clip"), gain, out=scores[:, start:end])
-    return scores
-
-
-def build_on_host(found: Candidates, gains: Array, tokens: Array, count: int) -> tuple[Any, ...]:
-    """As :func:`build`, with arrays."""
+def build_on_host(found: Candidates, gains: Array, tokens: Array, count: int) -> tuple[Tensor, ...]:
+    """As :func:`build`, from arrays, with as few operations as will do."""
     batch = len(gains)
-    scores = scores_on_host(found, gains)
-    limits = np.partition(scores, len(found) - count, axis=1)[:, -count]
-    order = np.empty((batch, count), np.int64)
-    for row in range(batch):
-        # At least the best, in the order that equals have; then only they are sorted.
-        kept = np.flatnonzero(scores[row] >= limits[row])
-        order[row] = kept[np.argsort(-scores[row, kept], kind="stable")[:count]]
+    flat = np.zeros((batch, gains[0].size + 1))
+    flat[:, :-1] = gains.reshape(batch, -1)
+    # A sum along an axis that is not the last adds in its order. No bounds to check: "clip" spares a buffer.
+    scores = flat.take(found.gains, 1, mode="clip").sum(1)
+    order = _order(scores, count)
+    names = np.zeros((batch, 1 + count), np.int64)
+    np.add(order, 1, out=names[:, 1:])
+    chosen = np.zeros((batch, 1 + count))
     rows = np.arange(batch)[:, None]
-    place = np.zeros((batch, len(found) + 1), np.int64)
-    place[rows, order + 1] = np.arange(1, count + 1)
-    return (
-        tokens.reshape(batch, -1)[rows, found.tokens[order]],
-        place[rows, found.parents[order]],
-        found.depths[order],
-        found.ranks[order],
-        scores[rows, order],
-        place[rows[..., None], found.paths[order]],
-    )
+    chosen[:, 1:] = scores[rows, order]
+    place = np.zeros((batch, 1 + len(found)), np.int64)
+    place[rows, names] = np.arange(1 + count)
+    nodes = tokens.reshape(batch, -1)[rows, found.tokens[names]]
+    parents, paths = place[rows, found.parents[names]], place[rows[..., None], found.paths[names]]
+    made = (nodes, parents, found.depths[names], found.ranks[names], chosen, paths)
+    return tuple(map(torch.from_numpy, made))
+
+
+def _order(scores: Array, count: int) -> Array:
+    """Indices of the ``count`` best of each row, best first, of equal ones the first."""
+    best, order = torch.from_numpy(scores).topk(min(count + 1, scores.shape[1]), dim=1)
+    if all(len(set(row)) == len(row) for row in best.tolist()):
+        found: Array = order.numpy()[:, :count]
+    else:
+        found = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    return found

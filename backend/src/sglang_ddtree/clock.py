@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-#: On an accelerator one step in so many is timed: events cost little, but not nothing.
+#: One step in so many is timed: it costs little, but not nothing.
 SAMPLE_EVERY = 16
 
 
@@ -28,7 +29,7 @@ class StageClock:
 
     def start(self, always: bool = False) -> None:
         """Begin a step; ``always`` times it whichever it is."""
-        sampled = always or not self._cuda or self._steps % SAMPLE_EVERY == 0
+        sampled = always or self._steps % SAMPLE_EVERY == 0
         self._steps += 1
         self._marks = [self._now()] if sampled else None
 
@@ -37,10 +38,10 @@ class StageClock:
         if self._marks is not None:
             self._marks.append(self._now())
 
-    def finished(self, tag: Any = None) -> list[tuple[Any, dict[str, float]]]:
+    def finished(self, tag: Callable[[], Any]) -> list[tuple[Any, dict[str, float]]]:
         """End the step; tag and stage times in seconds of all timed steps that are complete by now."""
         if self._marks is not None:
-            self._pending.append((tag, self._marks))
+            self._pending.append((tag(), self._marks))
             self._marks = None
         complete = []
         while self._pending and (not self._cuda or self._pending[0][1][-1].query()):

@@ -72,10 +72,11 @@ class Limits:
         through a step or two), or whose parameters are no mapping, which SGLang lets pass.
         """
         budgets, caps = [], []
-        for given in parameters:
-            asked = given if isinstance(given, Mapping) else {}
-            budget = _whole(asked.get(BUDGET_KEY), self.most.budget)
-            cap = _whole(asked.get(TOPK_CAP_KEY), self.most.topk_cap)
+        for asked in parameters:
+            budget = cap = None
+            if isinstance(asked, Mapping):
+                budget = _whole(asked.get(BUDGET_KEY), self.most.budget)
+                cap = _whole(asked.get(TOPK_CAP_KEY), self.most.topk_cap)
             budgets.append(budget or self.budget)
             caps.append(cap or self.topk_cap)
         return budgets, caps

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_ddtree.tree import ancestor_mask
+
 
 def required(parameters: Any) -> bool:
     """Whether a request's sampling parameters ask for any of them."""
@@ -72,7 +74,7 @@ class OutputCounts:
         )
 
     def apply(
-        self, logits: Tensor, slots: Tensor, reqs: Sequence[Any], tokens: Tensor, ancestors: Tensor
+        self, logits: Tensor, slots: Tensor, reqs: Sequence[Any], tokens: Tensor, paths: Tensor
     ) -> None:
         """Change the target's logits in place as the requests ask.
 
@@ -81,13 +83,13 @@ class OutputCounts:
             slots: int64 ``[batch]``.
             reqs: of the batch.
             tokens: int64 ``[batch, nodes]``, the root first.
-            ancestors: bool ``[batch, nodes, nodes]``, a node itself and the root included.
+            paths: int64 ``[batch, nodes, depth]`` of the tree.
         """
         parameters = [req.sampling_params for req in reqs]
         if self._counts is None or not any(map(required, parameters)):
             return
         # The root is the last committed token, so it is counted already.
-        path = ancestors.clone()
+        path = ancestor_mask(paths)
         path[:, :, 0] = False
         size, nodes = tokens.shape
         counts = self._counts[slots].unsqueeze(1).expand(-1, nodes, -1).to(torch.float32)

@@ -21,7 +21,7 @@ same tree, equals included.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -32,11 +32,12 @@ from sglang_ddtree.candidates import Array, build, build_on_host, candidates
 
 __all__ = [
     "DraftTree",
+    "RootedTree",
     "ancestor_mask",
     "best_log_probs",
     "build_tree",
     "build_tree_from_topk",
-    "paths_of",
+    "grow_tree",
     "top_tokens",
     "tree_size",
 ]
@@ -76,8 +77,54 @@ class DraftTree:
     """float64: sum of the log-probabilities from the root to the node."""
     count: Tensor
     """int64 ``[batch]``: nodes in use."""
-    paths: Tensor | None = None
-    """int64 ``[batch, budget, depth]`` where it is known, see :func:`paths_of`."""
+
+
+@dataclass(frozen=True)
+class RootedTree:
+    """A batch of draft trees as the target verifies them: the same columns with the root in front.
+
+    All ``[batch, budget + 1]`` but ``paths``.
+    """
+
+    tokens: Tensor
+    """int64; the root's, the last committed token, is for the caller to write."""
+    parents: Tensor
+    """int64: node; 0 for the root itself."""
+    depths: Tensor
+    """int64: 0 for the root."""
+    ranks: Tensor
+    """int64: rank of the token at its depth; -1 for padding."""
+    scores: Tensor
+    """float64: log-probability of the path, 0 for the root; -inf for nodes that are not in use."""
+    paths: Tensor
+    """int64 ``[batch, budget + 1, depth]``: the node's ancestors by depth, itself included, then 0."""
+    count: int
+    """Nodes besides the root that are no padding."""
+
+    @property
+    def width(self) -> int:
+        """Nodes, the root included."""
+        return int(self.tokens.shape[1])
+
+    def limited(self, budgets: Tensor) -> RootedTree:
+        """Each tree with as many nodes in use: a smaller budget's tree is the beginning of a larger one's."""
+        beyond = torch.arange(self.width, device=budgets.device) > budgets.unsqueeze(1)
+        return replace(self, scores=self.scores.masked_fill(beyond, -torch.inf))
+
+    def first(self, budget: int) -> RootedTree:
+        """All trees cut to one budget, in shape as well."""
+        columns = {name: column[:, : budget + 1] for name, column in self._columns().items()}
+        return RootedTree(**columns, count=min(self.count, budget))
+
+    def without_root(self) -> DraftTree:
+        """The contract's columns."""
+        columns = {name: column[:, 1:] for name, column in self._columns().items() if name != "paths"}
+        columns["log_probs"] = columns.pop("scores")
+        counts = torch.full((len(self.tokens),), self.count, device=self.tokens.device)
+        return DraftTree(**columns, count=counts)
+
+    def _columns(self) -> dict[str, Tensor]:
+        return {name: column for name, column in vars(self).items() if name != "count"}
 
 
 def tree_size(depth: int, ranks: int, budget: int) -> int:
@@ -107,7 +154,7 @@ def top_tokens(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = scores.to(torch.float32)
     if on_host(values):
         best, tokens = values.topk(min(k + 1, values.shape[-1]), dim=-1)
-        if not _repeats(best):
+        if all(len(set(row)) == len(row) for row in best.reshape(-1, best.shape[-1]).tolist()):
             return best[..., :k], tokens[..., :k]
     # Adding zero turns -0.0, which compares equal to 0.0 but has other bits, into 0.0.
     bits = (values + 0.0).view(torch.int32)
@@ -180,6 +227,11 @@ def build_tree_from_topk(log_probs: Tensor, tokens: Tensor, budget: int) -> Draf
         tokens: ``[batch, depth, ranks]`` int64.
         budget: nodes besides the root, at least 1.
     """
+    return grow_tree(log_probs, tokens, budget).without_root()
+
+
+def grow_tree(log_probs: Tensor, tokens: Tensor, budget: int) -> RootedTree:
+    """As :func:`build_tree_from_topk`, with the root and the way to each node."""
     if budget < 1:
         raise ValueError(f"budget is {budget}, expected at least 1")
     ranks = min(log_probs.shape[2], budget)
@@ -191,54 +243,26 @@ def build_tree_from_topk(log_probs: Tensor, tokens: Tensor, budget: int) -> Draf
     count = tree_size(depth, ranks, budget)
     if not on_host(gains):
         known = candidates(depth, ranks, budget, _MOST_CANDIDATES, str(gains.device))
-        if known is None:
-            return _build(gains, tokens, budget)
-        return _padded(build(known, gains, tokens, count), budget)
+        columns = _build(gains, tokens, budget) if known is None else build(known, gains, tokens, count)
+        return _rooted(columns, depth, budget)
     known = candidates(depth, ranks, budget, _MOST_HOST_CANDIDATES)
     if known is not None and len(known) * batch <= _MOST_HOST_CANDIDATES:
-        columns = build_on_host(known, gains.detach().numpy(), tokens.numpy(), count)
-        return _padded(tuple(map(torch.from_numpy, columns)), budget)
+        return _rooted(build_on_host(known, gains.detach().numpy(), tokens.numpy(), count), depth, budget)
     # Groups of rows whose working set stays in the cache.
     rows = max(1, _HOST_ELEMENTS // (budget * ranks))
     parts = [
         _build_on_host(some_gains, some_tokens, budget)
         for some_gains, some_tokens in zip(gains.split(rows), tokens.split(rows), strict=True)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    names = [f.name for f in fields(DraftTree) if f.name != "paths"]
-    return DraftTree(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
-
-
-def paths_of(tree: DraftTree, depth: int) -> Tensor:
-    """The way from the root to each node.
-
-    Args:
-        tree: of the draft.
-        depth: of the draft, at least that of any node.
-
-    Returns:
-        int64 ``[batch, budget, depth]``: the node's ancestors by depth, itself included, then 0; nodes are
-        counted from 1.
-    """
-    if tree.paths is not None:
-        return tree.paths
-    batch, budget = tree.parents.shape
-    # Column 0 is the root's; what goes beyond it, up from the root, is written there too.
-    paths = tree.parents.new_zeros(batch, budget, depth + 1)
-    parents, depths = (torch.nn.functional.pad(x, (1, 0)) for x in (tree.parents, tree.depths))
-    node = torch.arange(1, budget + 1, device=parents.device).expand(batch, budget)
-    for _ in range(min(depth, budget)):
-        paths.scatter_(2, depths.gather(1, node).unsqueeze(2), node.unsqueeze(2))
-        node = parents.gather(1, node)
-    return paths[:, :, 1:]
+    columns = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+    return _rooted(columns, depth, budget)
 
 
 def ancestor_mask(paths: Tensor) -> Tensor:
     """Who is an ancestor of whom, the node itself and the root included.
 
     Args:
-        paths: int64 ``[batch, nodes, depth]``, as of :func:`paths_of`, with the root's (all 0) first.
+        paths: int64 ``[batch, nodes, depth]`` of a :class:`RootedTree`.
 
     Returns:
         bool ``[batch, nodes, nodes]``: row ``i`` is True at the ancestors of node ``i`` (root is node 0).
@@ -250,13 +274,16 @@ def ancestor_mask(paths: Tensor) -> Tensor:
     return seen
 
 
-def _build(gains: Tensor, tokens: Tensor, budget: int) -> DraftTree:
+def _build(gains: Tensor, tokens: Tensor, budget: int) -> tuple[Tensor, ...]:
     """The trees, equals ordered by depth and rank path, without reading anything back.
 
     Args:
         gains: float64 ``[batch, depth, ranks]``.
         tokens: int64 of the same shape.
         budget: nodes besides the root.
+
+    Returns:
+        tokens, parents, depths, ranks and scores, ``[batch, nodes]``.
     """
     (batch, depth, ranks), device = gains.shape, gains.device
     # A level's nodes are kept in the order of their rank paths; "the first of equals" is then the tie rule.
@@ -286,10 +313,10 @@ def _build(gains: Tensor, tokens: Tensor, budget: int) -> DraftTree:
     codes, depths = torch.cat(level_codes, 1).gather(1, order), depths[order]
     parents, rank = place.gather(1, bases[order] + codes // ranks), codes % ranks
     nodes = tokens.flatten(1).gather(1, (depths - 1) * ranks + rank)
-    return _padded((nodes, parents, depths, rank, scores.gather(1, order)), budget)
+    return nodes, parents, depths, rank, scores.gather(1, order)
 
 
-def _build_on_host(gains: Tensor, tokens: Tensor, budget: int) -> DraftTree:
+def _build_on_host(gains: Tensor, tokens: Tensor, budget: int) -> tuple[Tensor, ...]:
     """As :func:`_build` on a CPU, where sizes may depend on what was found.
 
     A level keeps the children that are at least as good as the best B nodes found so far. Nothing else can be
@@ -362,21 +389,36 @@ def _build_on_host(gains: Tensor, tokens: Tensor, budget: int) -> DraftTree:
     if hopeless:
         scores[scores == _IMPOSSIBLE] = -np.inf
     made = (nodes, parents, level_of + 1, rank, scores)
-    return _padded(tuple(map(torch.from_numpy, made)), budget)
+    return tuple(map(torch.from_numpy, made))
 
 
-def _padded(columns: tuple[Tensor, ...], budget: int) -> DraftTree:
-    """A tree of tokens, parents, depths, ranks, scores and maybe paths, as wide as the budget."""
-    tokens, parents, depths, ranks, scores, *paths = columns
-    batch, count = tokens.shape
+def _rooted(columns: tuple[Tensor, ...], depth: int, budget: int) -> RootedTree:
+    """A tree as wide as the budget, of what a builder found: with paths and root, or neither."""
+    if len(columns) == 5:
+        pad = torch.nn.functional.pad
+        tokens, parents, depths, ranks, scores = (pad(column, (1, 0)) for column in columns)
+        columns = (tokens, parents, depths, ranks, scores, _paths(parents, depths, depth))
+    count = columns[0].shape[1] - 1
     if count < budget:
-        pad = (0, budget - count)
-        tokens, parents, depths = (torch.nn.functional.pad(x, pad) for x in (tokens, parents, depths))
-        ranks = torch.nn.functional.pad(ranks, pad, value=-1)
-        scores = torch.nn.functional.pad(scores, pad, value=float("-inf"))
-        paths = [torch.nn.functional.pad(x, (0, 0, *pad)) for x in paths]
-    counts = torch.full((batch,), count, dtype=torch.int64, device=tokens.device)
-    return DraftTree(tokens, parents, depths, ranks, scores, counts, *paths)
+        fills = (0, 0, 0, -1, -torch.inf, 0)
+        columns = tuple(
+            torch.nn.functional.pad(column, (0, 0) * (column.ndim - 2) + (0, budget - count), value=fill)
+            for column, fill in zip(columns, fills, strict=True)
+        )
+    tokens, parents, depths, ranks, scores, paths = columns
+    return RootedTree(tokens, parents, depths, ranks, scores, paths, count)
+
+
+def _paths(parents: Tensor, depths: Tensor, depth: int) -> Tensor:
+    """The way from the root to each node, as in :class:`RootedTree`."""
+    batch, nodes = parents.shape
+    # Column 0 is the root's; what goes beyond it, up from the root, is written there too.
+    paths = parents.new_zeros(batch, nodes, depth + 1)
+    node = torch.arange(nodes, device=parents.device).expand(batch, nodes)
+    for _ in range(min(depth, nodes - 1)):
+        paths.scatter_(2, depths.gather(1, node).unsqueeze(2), node.unsqueeze(2))
+        node = parents.gather(1, node)
+    return paths[:, :, 1:]
 
 
 def _kept(keep: Array, scores: Array, codes: Array | None) -> tuple[Array, Array]:
@@ -416,11 +458,6 @@ def _known(log_probs: Tensor) -> Tensor:
 def on_host(values: Tensor) -> bool:
     """Whether a look at a result costs nothing."""
     return bool(values.device.type == "cpu")
-
-
-def _repeats(sorted_values: Tensor) -> bool:
-    """Whether any row of sorted values has equal ones. Waits for the device."""
-    return bool((sorted_values[..., 1:] == sorted_values[..., :-1]).any())
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

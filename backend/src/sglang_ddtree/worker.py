@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,7 +44,7 @@ from sglang_ddtree.metrics import STAGES, StepMetrics, install, prometheus, tree
 from sglang_ddtree.options import ADAPTIVE_FLAG, from_environment
 from sglang_ddtree.penalties import OutputCounts
 from sglang_ddtree.sampling import answer_nodes
-from sglang_ddtree.tree import DraftTree, ancestor_mask, best_log_probs, build_tree_from_topk, paths_of
+from sglang_ddtree.tree import RootedTree, best_log_probs, grow_tree
 
 logger = logging.getLogger(__name__)
 
@@ -203,24 +202,23 @@ class DDTreeWorker(DFlashWorkerV2):
 
         log_probs, candidates = self._draft(batch, state.bonus_tokens, host_lens, plan)
         self._clock.mark()
-        nodes = self._grow(batch, log_probs, candidates, state.bonus_tokens)
-        ancestors = ancestor_mask(nodes.paths)
+        tree = self._grow(batch, log_probs, candidates, state.bonus_tokens)
         self._clock.mark()
-        target = self._verify(batch, host_lens, plan, locations, nodes, ancestors)
-        answers = self._answers(batch, target.logits_output, nodes, ancestors)
+        target = self._verify(batch, host_lens, plan, locations, tree)
+        answers = self._answers(batch, target.logits_output, tree)
         self._clock.mark()
-        # Most tokens that this step can commit.
-        stride = min(nodes.width, self._block)
-        path = accept(nodes.tokens, nodes.parents, nodes.depths, nodes.used, nodes.paths, answers, stride)
+        # No step commits more tokens than the shorter of the two.
+        path = accept(tree, answers, min(tree.width, self._block))
         result = self._commit(batch, target, plan, path, answers, on_publish)
         self._clock.mark()
         if self._recorder.keeps_steps:
             result.ddtree_step = self._step_of(log_probs, candidates, prefix_lens, path)
         if self._limits.adaptive:
-            learned = (nodes.log_probs, path.nodes, path.lengths)
+            learned = (tree.scores[:, 1:], path.nodes, path.lengths)
             self._limits.chooser.learn(*(tensor.cpu().numpy() for tensor in learned))
-        size = (nodes.width, len(prefix_lens), int(host_lens.sum()))
-        for of_step, seconds in self._clock.finished(size):
+        for of_step, seconds in self._clock.finished(
+            lambda: (tree.width, len(prefix_lens), int(host_lens.sum()))
+        ):
             self._step_metrics.time(**seconds)
             self._recorder.cost(of_step, seconds)
             if self._limits.adaptive:
@@ -318,12 +316,12 @@ class DDTreeWorker(DFlashWorkerV2):
         first = int(shard.org_vocab_start_index)
         return best_log_probs(logits, ranks, first, partial(group.all_gather, dim=-1))
 
-    def _grow(self, batch: Any, log_probs: Tensor, candidates: Tensor, bonus: Tensor) -> _Nodes:
+    def _grow(self, batch: Any, log_probs: Tensor, candidates: Tensor, bonus: Tensor) -> RootedTree:
         """The trees of a step, each within its request's own budget and topk cap."""
         budgets, caps = self._limits.of_requests(req.sampling_params.custom_params for req in batch.reqs)
         if (wanted := self._recorder.budget()) is not None:
             budgets = [wanted] * len(budgets)
-        adaptive = self._limits.adaptive and wanted is None and self._recorder.mode != record.PROBE
+        adaptive = self._limits.adaptive and wanted is None
         budget = self.options.budget if self._one_width else max(budgets)
         if adaptive:
             budget = min(budget, self._limits.chooser.start(len(budgets), time.perf_counter()))
@@ -333,28 +331,26 @@ class DDTreeWorker(DFlashWorkerV2):
             allowed = torch.tensor(caps, device=self.device).view(-1, 1, 1)
             beyond = torch.arange(log_probs.shape[-1], device=self.device) >= allowed
             log_probs = log_probs.masked_fill(beyond, -torch.inf)
-        tree = build_tree_from_topk(log_probs, candidates, budget)
-        nodes = _with_root(tree, paths_of(tree, self._block - 1), bonus)
-        if min(budgets) < budget:
-            nodes.limit(torch.tensor(budgets, device=self.device))
+        tree = grow_tree(log_probs, candidates, budget)
+        tree.tokens[:, 0] = bonus
         if self._recorder.mode == record.PROBE:
-            nodes.used[:, 1:] = False
+            budgets = [0] * len(budgets)
+        if min(budgets) < budget:
+            tree = tree.limited(torch.tensor(budgets, device=self.device))
         if adaptive:
             # The host decides, because shapes follow: without graphs, and one device (see _refuse_adaptive).
-            nodes = nodes.first(self._limits.chooser.choose(nodes.log_probs.cpu().numpy()))
-        return nodes
+            tree = tree.first(self._limits.chooser.choose(tree.scores[:, 1:].cpu().numpy()))
+        return tree
 
-    def _verify(
-        self, batch: Any, host_lens: Tensor, plan: Any, locations: Tensor, nodes: _Nodes, ancestors: Tensor
-    ) -> Any:
+    def _verify(self, batch: Any, host_lens: Tensor, plan: Any, locations: Tensor, tree: RootedTree) -> Any:
         """One pass of the target over the tree."""
-        width, size = nodes.width, len(batch.seq_lens)
+        width, size = tree.width, len(batch.seq_lens)
         mask = None
         if self.options.plant != "nomask":
-            mask = verify_mask(ancestors, batch.seq_lens, int(host_lens.sum()))
+            mask = verify_mask(tree.paths, batch.seq_lens, int(host_lens.sum()))
         verify = DFlashVerifyInput(
-            draft_token=nodes.tokens.flatten(),
-            positions=(batch.seq_lens.unsqueeze(1) + nodes.depths).flatten(),
+            draft_token=tree.tokens.flatten(),
+            positions=(batch.seq_lens.unsqueeze(1) + tree.depths).flatten(),
             draft_token_num=width,
             # Announced, never left for a backend to derive from the configured width.
             num_tokens_per_req=self._block if self.options.plant == "width" else width,
@@ -373,9 +369,9 @@ class DDTreeWorker(DFlashWorkerV2):
             batch=None, forward_batch=forward, is_verify=True, skip_attn_backend_init=True
         )
 
-    def _answers(self, batch: Any, output: Any, nodes: _Nodes, ancestors: Tensor) -> Tensor:
+    def _answers(self, batch: Any, output: Any, tree: RootedTree) -> Tensor:
         """The target's token after each node, int64 ``[batch, width]``."""
-        width, info = nodes.width, batch.sampling_info
+        width, info = tree.width, batch.sampling_info
         processor = logits_processor(self)
         if gathered_later(processor, output.next_token_logits):
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
@@ -384,13 +380,13 @@ class DDTreeWorker(DFlashWorkerV2):
             if info.has_custom_logit_processor:
                 apply_custom_logit_processor(output.next_token_logits, info, num_tokens_in_batch=width)
             logits = output.next_token_logits.view(len(batch.reqs), width, -1)
-            self._counts.apply(logits, batch.req_pool_indices, batch.reqs, nodes.tokens, ancestors)
+            self._counts.apply(logits, batch.req_pool_indices, batch.reqs, tree.tokens, tree.paths)
             if info.logit_bias is not None:
                 logits += info.logit_bias.unsqueeze(1)
-        positions = (batch.seq_lens.unsqueeze(1) + nodes.depths).flatten()
+        positions = (batch.seq_lens.unsqueeze(1) + tree.depths).flatten()
         answers = answer_nodes(output.next_token_logits, info, width, positions).view(-1, width)
         if self.options.plant == "bias":
-            drafted = answers.scatter(1, nodes.parents[:, 1:].flip(1), nodes.tokens[:, 1:].flip(1))
+            drafted = answers.scatter(1, tree.parents[:, 1:].flip(1), tree.tokens[:, 1:].flip(1))
             answers = torch.where(torch.rand(answers.shape, device=self.device) < 0.15, drafted, answers)
         greedy = info is None or info.is_all_greedy
         site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
@@ -403,7 +399,9 @@ class DDTreeWorker(DFlashWorkerV2):
         """Make the accepted path the sequence: its KV, the draft's KV, the tokens."""
         (size, width), stride = answers.shape, path.nodes.shape[1]
         output, prefix_lens = target.logits_output, batch.seq_lens
-        rows = path.nodes + torch.arange(0, size * width, width, device=self.device).unsqueeze(1)
+        rows = path.nodes
+        if size > 1:
+            rows = rows + torch.arange(0, size * width, width, device=self.device).unsqueeze(1)
         if batch.return_logprob:
             compute_spec_logprobs(batch, output, answers.flatten(), accept_index=rows)
         if self.options.plant != "nomove":
@@ -441,42 +439,3 @@ class DDTreeWorker(DFlashWorkerV2):
             routed_experts_output=target.routed_experts_output,
             indexer_topk_output=target.indexer_topk_output,
         )
-
-
-@dataclass
-class _Nodes:
-    """A tree with its root: what the target verifies, all ``[batch, budget + 1]``."""
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    used: Tensor
-    paths: Tensor
-    """``[batch, budget + 1, depth]``."""
-    log_probs: Tensor
-    """``[batch, budget]``, without the root; -inf for nodes not in use."""
-
-    @property
-    def width(self) -> int:
-        """Nodes, the root included."""
-        return int(self.tokens.shape[1])
-
-    def limit(self, budgets: Tensor) -> None:
-        """Leave each tree only as many nodes: a smaller budget's tree is the beginning of a larger one's."""
-        beyond = torch.arange(self.width, device=budgets.device) > budgets.unsqueeze(1)
-        self.used &= ~beyond
-        self.log_probs = self.log_probs.masked_fill(beyond[:, 1:], -torch.inf)
-
-    def first(self, budget: int) -> _Nodes:
-        """All trees cut to one budget, in shape as well."""
-        cut = {name: column[:, : budget + 1] for name, column in vars(self).items()}
-        return _Nodes(**cut | {"log_probs": self.log_probs[:, :budget]})
-
-
-def _with_root(tree: DraftTree, paths: Tensor, bonus: Tensor) -> _Nodes:
-    pad = torch.nn.functional.pad
-    # Ranks that a request may not use were given no probability, padding has none.
-    used = pad(tree.log_probs > -torch.inf, (1, 0), value=True)
-    tokens = torch.cat([bonus.unsqueeze(1), tree.tokens], 1)
-    paths = pad(paths, (0, 0, 1, 0))
-    return _Nodes(tokens, pad(tree.parents, (1, 0)), pad(tree.depths, (1, 0)), used, paths, tree.log_probs)

@@ -63,12 +63,22 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Ten
         src_loc: rows to read.
     """
     moves = [(t, s) for t, s in zip(tgt_loc.tolist(), src_loc.tolist(), strict=True) if t != s]
-    if not moves:
+    buffers = list(zip(data_ptrs.tolist(), strides.tolist(), strict=True))
+    move, written = ctypes.memmove, set()
+    for target, source in moves:
+        if source in written:
+            break
+        written.add(target)
+    else:
+        # No row is read after it was written: one after the other, no copies. A tree's path is such a case.
+        for address, stride in buffers:
+            for target, source in moves:
+                move(address + target * stride, address + source * stride, stride)
         return
-    for address, stride in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+    for address, stride in buffers:
         rows = [ctypes.string_at(address + source * stride, stride) for _, source in moves]
         for (target, _), row in zip(moves, rows, strict=True):
-            ctypes.memmove(address + target * stride, row, stride)
+            move(address + target * stride, row, stride)
 
 
 _WORD = 0xFFFFFFFF
