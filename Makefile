@@ -15,7 +15,7 @@ ENGINE_LOCK := roles/sglang_engine/files/requirements-cpu.txt
 HOUSE_LOCKS := $(ENGINE_LOCK) roles/sweep_client/files/requirements.txt requirements/engine-test.txt
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 python -m pip install -qq --require-hashes
 
-.PHONY: help setup demo test lint test-python test-backend test-releases molecule engine wheelhouse lock format clean benchmark
+.PHONY: help setup demo test lint test-python test-backend test-releases molecule engine wheelhouse lock format clean benchmark models
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ benchmark: engine ## speed of the parts, as ratios in one run each (Markdown; a 
 	@$(ENGINE)/bin/python benchmarks/host_cost.py
 	@$(ENGINE)/bin/python benchmarks/switches.py adaptive
 	@$(ENGINE)/bin/python benchmarks/switches.py trace
+
+models: engine ## train the demo pair from nothing (two cores, under an hour; goes on where it was stopped)
+	@$(ENGINE)/bin/python -m models
 
 # --- keeping house ------------------------------------------------------------------------------------------
 format: setup ## put Python into the house's format

@@ -1,0 +1,44 @@
+"""``python -m models``: train the demo pair from nothing and write it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from models.pipeline import STAGES, Pipeline
+from models.settings import SMOKE, Settings
+
+
+def main() -> None:
+    """Read the command line and run the stages."""
+    parser = argparse.ArgumentParser(prog="python -m models", description=__doc__)
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path.home() / ".cache" / "arborist" / "models",
+        help="checkpoints and generated data (default: %(default)s); a stopped training goes on from here",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent,
+        help="where demo/, README.md and SHA256SUMS are written",
+    )
+    parser.add_argument(
+        "--stage",
+        nargs="+",
+        choices=STAGES,
+        default=STAGES,
+        metavar="NAME",
+        help=f"some of: {', '.join(STAGES)}",
+    )
+    parser.add_argument("--smoke", action="store_true", help="a few steps of everything; needs --out")
+    options = parser.parse_args()
+    if options.smoke and options.out == Path(__file__).parent:
+        parser.error("--smoke would overwrite the published pair: give another folder with --out")
+    settings = SMOKE if options.smoke else Settings()
+    Pipeline(settings, options.work, options.out).run(tuple(options.stage))
+
+
+if __name__ == "__main__":
+    main()

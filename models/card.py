@@ -1,0 +1,98 @@
+"""Write the README of the pair, with what was measured, and its check sums."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from models.check import BUDGET
+from models.network import DRAFT_LAYERS, HIDDEN, INNER, LAYERS, SHALLOW, VOCABULARY
+from models.settings import Settings
+
+_TEXT = """# The demo pair
+
+A tiny Qwen3 target and DFlash drafts for it, for the demo and the tests. They answer a few questions about
+Python in readable text and know nothing else. Made by this folder's code from nothing (`make models`, two CPU
+cores, about 40 minutes): `corpus` the text, `tokens` the tokenizer, `target`, `generate` the target's own
+continuations, `draft`, `convert`, `check`, `card`. Every schedule counts steps: a stopped training goes on.
+
+- Target: {layers} layers (trained as {shallow}, then grown), hidden {hidden}, MLP {inner},
+  {vocabulary} byte-level tokens.
+- Drafts: {draft_layers} layers, MLP {inner}. `draft` has blocks of 8, `draft-block16` of 16; `draft-weak` was
+  hardly trained; `draft-mismatched` was trained for another target.
+- Text: parts of CPython's standard library (PSF-2.0; {library} characters) and text written for this
+  project (Apache-2.0).
+  `prompts.json`: ten prompts about files and things that no training saw.
+- The weights are Apache-2.0, float16 on disk. `SHA256SUMS` has the check sums.
+
+## Measured
+Greedy text of {tokens} tokens after each of {texts} prompts, worked out offline; tree: the {budget} most
+probable nodes.
+
+| draft | block | accept length, chain | tree of {budget} | accepted up to position 1, 2, ... |
+|---|---|---|---|---|
+{drafts}
+
+By category, chain / tree:
+
+| draft | {categories} |
+|---|{bars}|
+{by_category}
+
+- Same as Transformers in float32: largest difference of a logit {difference:.1e}, same greedy text {same} of
+  {texts}.
+- Periodic at the end of {tokens} greedy tokens: {periodic} of {held_out} held-out prompts.
+- Chat prompts whose answer ends by itself within {tokens} tokens: {ended} of {chats} (median {median:g}).
+
+## Settings
+{settings}
+"""
+
+
+def write_card(out: Path, settings: Settings, figures: dict[str, Any]) -> None:
+    """Write out/README.md and out/SHA256SUMS."""
+    drafts = figures["drafts"]
+    categories = [name for name in next(iter(drafts.values()))["chain"] if name != "all"]
+    rows = [
+        f"| `{name}` | {one['block']} | {one['chain']['all']:.2f} | {one['tree']['all']:.2f} "
+        f"| {' '.join(f'{share:.2f}' for share in one['positions'])} |"
+        for name, one in drafts.items()
+    ]
+    by_category = [
+        f"| `{name}` | "
+        + " | ".join(f"{one['chain'][c]:.2f} / {one['tree'][c]:.2f}" for c in categories)
+        + " |"
+        for name, one in drafts.items()
+    ]
+    same, ends, circles = figures["transformers"], figures["ends"], figures["periodic"]
+    text = _TEXT.format(
+        layers=LAYERS,
+        shallow=SHALLOW,
+        hidden=HIDDEN,
+        inner=INNER,
+        vocabulary=VOCABULARY,
+        draft_layers=DRAFT_LAYERS,
+        library=settings.library_characters,
+        tokens=settings.greedy_tokens,
+        texts=same["of"],
+        budget=BUDGET,
+        drafts="\n".join(rows),
+        categories=" | ".join(categories),
+        bars="|".join("---" for _ in categories),
+        by_category="\n".join(by_category),
+        difference=same["difference"],
+        same=same["same"],
+        periodic=len(circles["periodic"]),
+        held_out=circles["of"],
+        ended=ends["ended"],
+        chats=ends["of"],
+        median=ends["median"],
+        settings=", ".join(f"{name} {value}" for name, value in asdict(settings).items()),
+    )
+    (out / "README.md").write_text(text, encoding="utf-8")
+    files = sorted(path for path in (out / "demo").rglob("*") if path.is_file())
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(out)}\n" for path in files]
+    (out / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+    print(f"  {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.2f} MB")

@@ -1,0 +1,70 @@
+"""The written text: what keeps it from going round in circles, and what is kept back."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from models.corpus import build, grammar, lifecycle, topics
+
+HERE = Path(build.__file__).parent
+STAGES = lifecycle.load_stages(HERE / "stages.txt")
+TOPICS = topics.load_topics(HERE / "topics.txt")
+
+
+def subject(seed: int) -> lifecycle.Subject:
+    rng = random.Random(seed)
+    return lifecycle.make_subject(rng.choice(lifecycle.nouns(False)), rng)
+
+
+@pytest.mark.parametrize("family", [lifecycle.module, lifecycle.book, lifecycle.unit_tests])
+@pytest.mark.parametrize("seed", range(12))
+def test_documents_are_python_and_fully_rendered(family: object, seed: int) -> None:
+    assert callable(family)
+    text = family(STAGES, subject(seed), random.Random(seed))
+    ast.parse(text)
+    assert "$" not in text
+    assert "[[" not in text
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
+def test_topics_are_fully_rendered(topic: topics.Topic) -> None:
+    rng = random.Random(1)
+    for code in topic.code:
+        ast.parse(grammar.render(code, {}, rng))
+    assert not re.search(r"\[\[|\]\]|\||^\?", topics.explanation(topic, rng))
+
+
+def test_sections_are_numbered_in_the_one_order() -> None:
+    text = lifecycle.module(STAGES, subject(1), random.Random(1))
+    found = re.findall(r"^# (\d+)\. (.+?) the ", text, re.MULTILINE)
+    assert found == [(str(number), stage.title) for number, stage in enumerate(STAGES, start=1)]
+    assert len(found) >= 25
+
+
+def test_the_same_seed_writes_the_same_text() -> None:
+    assert build.build(3, 20_000, 4, 3) == build.build(3, 20_000, 4, 3)
+    assert build.build(3, 20_000, 4, 3) != build.build(4, 20_000, 4, 3)
+
+
+def test_what_is_kept_back_is_not_trained_on() -> None:
+    corpus = build.build(1, 60_000, 60, 40)
+    text = "".join(segment for document in corpus.train for segment in document)
+    for prompt in corpus.prompts:
+        assert prompt["text"] not in text
+    # The library's sources may have these words; the text written for the project must not.
+    own = "".join(document[0] for document in corpus.train if "# 7. " in document[0])
+    for plural in lifecycle.nouns(True):
+        assert f"# 7. Indexing the {plural}\n" not in own
+
+
+def test_every_chat_answer_ends() -> None:
+    for document in build.build(1, 20_000, 6, 6).train:
+        for segment in document:
+            if segment.startswith("<|im_start|>"):
+                assert segment.endswith("<|im_end|>\n")
+                assert segment.count("<|im_end|>") == 2
