@@ -89,7 +89,7 @@ def test_a_disturbed_step_changes_little() -> None:
     chooser.took(5, 1, 30.0)
     log_probs = np.log(np.full((1, 16), 0.5) ** np.arange(1, 17))
     budgets = [choice(one, log_probs, STEPS * 0.020) for one in (chooser, other)]
-    assert budgets == [6, 4]  # neighbours: there is no 5
+    assert budgets in ([4, 4], [6, 4])  # the same or its neighbour: there is no 5
 
 
 @pytest.mark.parametrize("slow", [1, 4])

@@ -23,7 +23,7 @@ __all__ = ["Acceptance", "accept", "verify_mask"]
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The committed path of each request; ``width`` is the longest possible one, root included."""
+    """The committed path of each request; ``width`` is at least the longest one, root included."""
 
     lengths: Tensor
     """int32 ``[batch]``: committed tokens of this step, bonus included (accepted nodes + 1)."""
@@ -41,10 +41,11 @@ def accept(tree: RootedTree, answers: Tensor, width: int) -> Acceptance:
     Args:
         tree: what was verified; nodes that are not in use never match.
         answers: int64 ``[batch, nodes]``: the target's token after each node.
-        width: columns of the result, at least 1, more than the depth of any node in use, at most the nodes.
+        width: columns of the result where nothing is read back, more than the depth of any node in use and at
+            most the nodes; on a CPU the longest path decides.
     """
     if on_host(answers):
-        return _accept_on_host(tree, answers, width)
+        return _accept_on_host(tree, answers)
     batch, nodes = answers.shape
     match = (tree.tokens == answers.gather(1, tree.parents)) & (tree.scores > -torch.inf)
     match[:, 0] = True
@@ -60,20 +61,22 @@ def accept(tree: RootedTree, answers: Tensor, width: int) -> Acceptance:
     return Acceptance(lengths.to(torch.int32), path, answers.gather(1, path), bonus)
 
 
-def _accept_on_host(tree: RootedTree, answers: Tensor, width: int) -> Acceptance:
+def _accept_on_host(tree: RootedTree, answers: Tensor) -> Acceptance:
     """As :func:`accept` where values are at hand: twenty operations on tensors take longer than this."""
-    columns = (tree.tokens, tree.parents, tree.scores, answers)
-    lengths, nodes, tokens, bonus = [], [], [], []
-    for names, above, scores, answer in zip(*(column.tolist() for column in columns), strict=True):
+    columns = [column.tolist() for column in (tree.tokens, tree.parents, tree.scores, answers)]
+    paths = []
+    for names, above, scores, answer in zip(*columns, strict=True):
         path = [0]
         for node in range(1, len(names)):
             # Nodes come after their ancestors.
             if above[node] == path[-1] and names[node] == answer[path[-1]] and scores[node] > -inf:
                 path.append(node)
-        lengths.append(len(path))
-        nodes.append([*path, *range(len(path), width)])
-        tokens.append([answer[node] for node in nodes[-1]])
-        bonus.append(answer[path[-1]])
+        paths.append(path)
+    lengths = [len(path) for path in paths]
+    width = max(lengths)
+    nodes = [[*path, *range(len(path), width)] for path in paths]
+    tokens = [[answer[node] for node in path] for answer, path in zip(columns[-1], nodes, strict=True)]
+    bonus = [row[length - 1] for row, length in zip(tokens, lengths, strict=True)]
     made = (np.array(lengths, np.int32), np.array(nodes), np.array(tokens), np.array(bonus))
     return Acceptance(*map(torch.from_numpy, made))
 

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-#: What a step still counts for after one more, in the fit of times and in the rate: about 100 steps.
-_KEEP = 0.99
+#: What a step still counts for after one more, in the fit of times and in the rate: about 200 steps.
+_KEEP = 0.995
 #: The same for the draft's probabilities, which change slowly and are rare at the lower end.
 _KEEP_PROBABILITIES = 0.999
 #: The draft is believed as much as this many expected acceptances say.
@@ -45,7 +45,7 @@ class _StepTime:
     """Seconds of a step as a line over the nodes it verifies, and the rate of tokens; older steps fade."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)  # weight, x, y, xx, xy
+        self._sums: tuple[float, ...] = (0.0,) * 5  # weight, x, y, xx, xy
         self._first: dict[int, list[float]] = {}
         self._steps = 0
         self._tokens = self._token_steps = 0.0
@@ -61,11 +61,15 @@ class _StepTime:
             self._first.setdefault(nodes, []).append(seconds)
             if sum(map(len, self._first.values())) >= _FIRST:
                 for width, times in self._first.items():
-                    self._sums += len(times) * _sample(width, min(times))
+                    self._learn(1.0, len(times), width, min(times))
             return
-        mean = float(self._sums[2] / self._sums[0])
-        seconds = min(seconds, _DISTURBED * max(self.predict(nodes) or mean, mean / 2))
-        self._sums = self._sums * _KEEP + _sample(nodes, seconds)
+        mean = self._sums[2] / self._sums[0]
+        self._learn(_KEEP, 1, nodes, min(seconds, _DISTURBED * max(self.predict(nodes) or mean, mean / 2)))
+
+    def _learn(self, keep: float, times: int, x: int, y: float) -> None:
+        # Plain numbers: an array's operations would each cost as much as all of this.
+        sample = (1.0, x, y, x * x, x * y)
+        self._sums = tuple(keep * old + times * new for old, new in zip(self._sums, sample, strict=True))
 
     def committed(self, tokens: int) -> None:
         self._tokens = self._tokens * _KEEP + tokens
@@ -81,7 +85,7 @@ class _StepTime:
         """Seconds of a step; None before anything is known."""
         slope = self.slope()
         weight, x, y, *_ = self._sums
-        return None if slope is None else max(float(y / weight + slope * (nodes - x / weight)), 1e-9)
+        return None if slope is None else max(y / weight + slope * (nodes - x / weight), 1e-9)
 
     def slope(self) -> float | None:
         """Seconds that one more node takes; None before two widths were seen."""
@@ -89,14 +93,14 @@ class _StepTime:
         spread = weight * xx - x * x
         if spread <= 1e-6 * max(x * x, 1.0):
             return None
-        return max(0.0, float((weight * xy - x * y) / spread))
+        return max(0.0, (weight * xy - x * y) / spread)
 
     def rate(self) -> float | None:
         """Committed tokens per second; None before anything is known."""
         if not self._token_steps or not self._sums[0]:
             return None
         seconds = self._period / self._periods if self._periods else self._sums[2] / self._sums[0]
-        return float(self._tokens / self._token_steps / max(seconds, 1e-9))
+        return self._tokens / self._token_steps / max(seconds, 1e-9)
 
     def tries(self, most: int) -> int | None:
         """Count a step; the budget that it is to try, None: the one that pays."""
@@ -220,10 +224,6 @@ class AdaptiveBudget:
 
     def _of(self, batch: int) -> _StepTime:
         return self._times.setdefault(batch.bit_length(), _StepTime())
-
-
-def _sample(nodes: int, seconds: float) -> Array:
-    return np.array([1.0, nodes, seconds, nodes * nodes, nodes * seconds])
 
 
 def _ladder(most: int) -> list[int]:

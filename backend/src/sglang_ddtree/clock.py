@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,10 +37,10 @@ class StageClock:
         if self._marks is not None:
             self._marks.append(self._now())
 
-    def finished(self, tag: Callable[[], Any]) -> list[tuple[Any, dict[str, float]]]:
+    def finished(self, tag: Any = None) -> list[tuple[Any, dict[str, float]]]:
         """End the step; tag and stage times in seconds of all timed steps that are complete by now."""
         if self._marks is not None:
-            self._pending.append((tag(), self._marks))
+            self._pending.append((tag, self._marks))
             self._marks = None
         complete = []
         while self._pending and (not self._cuda or self._pending[0][1][-1].query()):

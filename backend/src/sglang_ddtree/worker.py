@@ -40,6 +40,7 @@ from sglang_ddtree.accept import Acceptance, accept, verify_mask
 from sglang_ddtree.algorithm import context_message
 from sglang_ddtree.clock import StageClock
 from sglang_ddtree.compat import draft_scope, gathered_later, logits_processor, planned, window_plan
+from sglang_ddtree.graph_check import GraphCheck
 from sglang_ddtree.metrics import STAGES, StepMetrics, install, prometheus, tree_head
 from sglang_ddtree.options import ADAPTIVE_FLAG, from_environment
 from sglang_ddtree.penalties import OutputCounts
@@ -67,9 +68,11 @@ class DDTreeWorker(DFlashWorkerV2):
         #: With graphs every verify has the captured width, and a lower budget leaves nodes unused.
         self._one_width = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         self._refuse_adaptive()
+        self._graph_check = GraphCheck(self.model_runner)
         #: KV slots of a step: both the draft's block and the tree start at the committed prefix.
         self._window = max(self.options.width, self._block)
         self._draft_offsets = torch.arange(self._block, device=self.device)
+        self._masked = torch.full((1, self._block - 1), int(self._mask_token_id), device=self.device)
         self._counts = OutputCounts(self.model_runner.model_config.vocab_size, self.device)
         self._recorder = record.install(record.Recorder(self.options, self._block - 1))
         self._clock = StageClock(str(self.device), STAGES)
@@ -191,6 +194,8 @@ class DDTreeWorker(DFlashWorkerV2):
             device=self.device,
         )
         host_lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else state.nxt_kv_lens_cpu
+        # Of all prefixes, as the host knows them.
+        total = int(host_lens.sum())
         plan = window_plan(
             self.model_runner,
             locations,
@@ -200,12 +205,13 @@ class DDTreeWorker(DFlashWorkerV2):
             seq_lens_cpu=host_lens,
         )
 
-        log_probs, candidates = self._draft(batch, state.bonus_tokens, host_lens, plan)
+        log_probs, candidates = self._draft(batch, state.bonus_tokens, host_lens, total, plan)
         self._clock.mark()
         tree = self._grow(batch, log_probs, candidates, state.bonus_tokens)
         self._clock.mark()
-        target = self._verify(batch, host_lens, plan, locations, tree)
-        answers = self._answers(batch, target.logits_output, tree)
+        positions = (prefix_lens.unsqueeze(1) + tree.depths).flatten()
+        target = self._verify(batch, host_lens, total, plan, locations, tree, positions)
+        answers = self._answers(batch, target.logits_output, tree, positions)
         self._clock.mark()
         # No step commits more tokens than the shorter of the two.
         path = accept(tree, answers, min(tree.width, self._block))
@@ -216,9 +222,7 @@ class DDTreeWorker(DFlashWorkerV2):
         if self._limits.adaptive:
             learned = (tree.scores[:, 1:], path.nodes, path.lengths)
             self._limits.chooser.learn(*(tensor.cpu().numpy() for tensor in learned))
-        for of_step, seconds in self._clock.finished(
-            lambda: (tree.width, len(prefix_lens), int(host_lens.sum()))
-        ):
+        for of_step, seconds in self._clock.finished((tree.width, len(prefix_lens), total)):
             self._step_metrics.time(**seconds)
             self._recorder.cost(of_step, seconds)
             if self._limits.adaptive:
@@ -240,7 +244,9 @@ class DDTreeWorker(DFlashWorkerV2):
         )
         return record.Step(*(tensor.to("cpu", non_blocking=True) for tensor in tensors))
 
-    def _draft(self, batch: Any, bonus: Tensor, host_lens: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+    def _draft(
+        self, batch: Any, bonus: Tensor, host_lens: Tensor, total: int, plan: Any
+    ) -> tuple[Tensor, Tensor]:
         """One pass of the draft over ``[bonus, mask, ..]``.
 
         Returns:
@@ -249,8 +255,7 @@ class DDTreeWorker(DFlashWorkerV2):
         """
         prefix_lens, block = batch.seq_lens, self._block
         size = len(prefix_lens)
-        ids = torch.full((size, block), int(self._mask_token_id), dtype=torch.int64, device=self.device)
-        ids[:, 0] = bonus
+        ids = torch.cat([bonus.unsqueeze(1), self._masked.expand(size, -1)], 1)
         lens = (host_lens + block).to(torch.int32)
         forward = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -259,7 +264,7 @@ class DDTreeWorker(DFlashWorkerV2):
             req_pool_indices=batch.req_pool_indices,
             seq_lens=prefix_lens,
             out_cache_loc=plan.virtual_write_ids(cols=slice(0, block)),
-            seq_lens_sum=int(lens.sum()),
+            seq_lens_sum=total + size * block,
             seq_lens_cpu=lens,
             positions=(prefix_lens.unsqueeze(1) + self._draft_offsets).flatten(),
             input_embeds=self._embed(ids),
@@ -342,15 +347,24 @@ class DDTreeWorker(DFlashWorkerV2):
             tree = tree.first(self._limits.chooser.choose(tree.scores[:, 1:].cpu().numpy()))
         return tree
 
-    def _verify(self, batch: Any, host_lens: Tensor, plan: Any, locations: Tensor, tree: RootedTree) -> Any:
+    def _verify(
+        self,
+        batch: Any,
+        host_lens: Tensor,
+        total: int,
+        plan: Any,
+        locations: Tensor,
+        tree: RootedTree,
+        positions: Tensor,
+    ) -> Any:
         """One pass of the target over the tree."""
         width, size = tree.width, len(batch.seq_lens)
         mask = None
         if self.options.plant != "nomask":
-            mask = verify_mask(tree.paths, batch.seq_lens, int(host_lens.sum()))
+            mask = verify_mask(tree.paths, batch.seq_lens, total)
         verify = DFlashVerifyInput(
             draft_token=tree.tokens.flatten(),
-            positions=(batch.seq_lens.unsqueeze(1) + tree.depths).flatten(),
+            positions=positions,
             draft_token_num=width,
             # Announced, never left for a backend to derive from the configured width.
             num_tokens_per_req=self._block if self.options.plant == "width" else width,
@@ -359,17 +373,20 @@ class DDTreeWorker(DFlashWorkerV2):
             **planned(plan, width),
         )
         batch.out_cache_loc = locations.view(size, -1)[:, :width].flatten()
-        lens, total = batch.seq_lens_cpu, batch.seq_lens_sum
-        # While the target runs the tree counts as part of the sequence. Reserved lengths include it already.
-        batch.seq_lens_cpu = host_lens + width if lens is not None else host_lens
-        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        before = batch.seq_lens_cpu, batch.seq_lens_sum
+        batch.seq_lens_cpu, batch.seq_lens_sum = host_lens, total
+        if before[0] is not None:
+            # While the target runs the tree is part of the sequence; reserved lengths include it already.
+            batch.seq_lens_cpu, batch.seq_lens_sum = host_lens + width, total + size * width
         forward, _ = verify.prepare_for_verify(batch, self.target_worker)
-        batch.seq_lens_cpu, batch.seq_lens_sum = lens, total
-        return self.target_worker.forward_batch_generation(
+        batch.seq_lens_cpu, batch.seq_lens_sum = before
+        result = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward, is_verify=True, skip_attn_backend_init=True
         )
+        self._graph_check.after(self.target_worker, forward, result, tree)
+        return result
 
-    def _answers(self, batch: Any, output: Any, tree: RootedTree) -> Tensor:
+    def _answers(self, batch: Any, output: Any, tree: RootedTree, positions: Tensor) -> Tensor:
         """The target's token after each node, int64 ``[batch, width]``."""
         width, info = tree.width, batch.sampling_info
         processor = logits_processor(self)
@@ -383,7 +400,6 @@ class DDTreeWorker(DFlashWorkerV2):
             self._counts.apply(logits, batch.req_pool_indices, batch.reqs, tree.tokens, tree.paths)
             if info.logit_bias is not None:
                 logits += info.logit_bias.unsqueeze(1)
-        positions = (batch.seq_lens.unsqueeze(1) + tree.depths).flatten()
         answers = answer_nodes(output.next_token_logits, info, width, positions).view(-1, width)
         if self.options.plant == "bias":
             drafted = answers.scatter(1, tree.parents[:, 1:].flip(1), tree.tokens[:, 1:].flip(1))

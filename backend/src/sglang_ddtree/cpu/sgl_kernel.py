@@ -30,7 +30,7 @@ def assign_req_to_token_pool_cpu(
     """
     taken = 0
     for row, start, end in _ranges(req_pool_indices, start_offset, end_offset, pool_len):
-        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start]
         taken += end - start
 
 
@@ -49,7 +49,7 @@ def assign_extend_cache_locs_cpu(
     """
     taken = 0
     for row, start, end in _ranges(req_pool_indices, start_offset, end_offset, pool_len):
-        out_cache_loc[taken : taken + end - start] = req_to_token[row, start:end].to(out_cache_loc.dtype)
+        out_cache_loc[taken : taken + end - start] = req_to_token[row, start:end]
         taken += end - start
 
 
