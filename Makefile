@@ -107,11 +107,12 @@ test-release-%: $(ENGINE)-%/.ready
 molecule: setup ## the roles on real systemd hosts: deploy, then a short sweep
 	@tools/molecule.sh default sweep
 
-benchmark: engine ## speed of the parts, as ratios in one run each (Markdown; a quiet machine, about 15 minutes)
+benchmark: engine ## speed of the parts, as ratios in one run each (Markdown; a quiet machine, about 25 minutes)
 	@$(ENGINE)/bin/python benchmarks/tree_builder.py
 	@$(ENGINE)/bin/python benchmarks/host_cost.py
 	@$(ENGINE)/bin/python benchmarks/switches.py adaptive
 	@$(ENGINE)/bin/python benchmarks/switches.py trace
+	@$(ENGINE)/bin/python benchmarks/engine.py --check
 
 models: engine ## train the demo pair from nothing (two cores, under an hour; goes on where it was stopped)
 	@$(ENGINE)/bin/python -m models

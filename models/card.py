@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from models.check import BUDGET
-from models.network import DRAFT_LAYERS, HIDDEN, INNER, LAYERS, SHALLOW, VOCABULARY
+from models.network import DRAFT_INNER, DRAFT_LAYERS, HIDDEN, INNER, LAYERS, SHALLOW, VOCABULARY
 from models.settings import Settings
 
 _TEXT = """# The demo pair
 
 A tiny Qwen3 target and DFlash drafts for it, for the demo and the tests. They answer a few questions about
 Python in readable text and know nothing else. Made by this folder's code from nothing (`make models`, two CPU
-cores, about 40 minutes): `corpus` the text, `tokens` the tokenizer, `target`, `generate` the target's own
+cores, under an hour): `corpus` the text, `tokens` the tokenizer, `target`, `generate` the target's own
 continuations, `draft`, `convert`, `check`, `card`. Every schedule counts steps: a stopped training goes on.
 
 - Target: {layers} layers (trained as {shallow}, then grown), hidden {hidden}, MLP {inner},
   {vocabulary} byte-level tokens.
-- Drafts: {draft_layers} layers, MLP {inner}. `draft` has blocks of 8, `draft-block16` of 16; `draft-weak` was
-  hardly trained; `draft-mismatched` was trained for another target.
+- Drafts: {draft_layers} layers, MLP {draft_inner}. `draft` has blocks of 8, `draft-block16` of 16;
+  `draft-weak` was hardly trained; `draft-mismatched` was trained for another target.
 - Text: parts of CPython's standard library (PSF-2.0; {library} characters) and text written for this
   project (Apache-2.0).
   `prompts.json`: ten prompts about files and things that no training saw.
@@ -72,6 +72,7 @@ def write_card(out: Path, settings: Settings, figures: dict[str, Any]) -> None:
         shallow=SHALLOW,
         hidden=HIDDEN,
         inner=INNER,
+        draft_inner=DRAFT_INNER,
         vocabulary=VOCABULARY,
         draft_layers=DRAFT_LAYERS,
         library=settings.library_characters,

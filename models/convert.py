@@ -10,6 +10,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from models.network import (
+    DRAFT_INNER,
     DRAFT_LAYERS,
     EPSILON,
     HEAD,
@@ -31,12 +32,12 @@ _CHAT_TEMPLATE = (
 _ENDS = {"eos_token_id": END_OF_TURN, "bos_token_id": END_OF_TEXT, "pad_token_id": END_OF_TEXT}
 
 
-def _configuration(architecture: str, layers: int) -> dict[str, Any]:
+def _configuration(architecture: str, layers: int, inner: int) -> dict[str, Any]:
     return {
         "architectures": [architecture],
         "model_type": "qwen3",
         "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
+        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
@@ -56,7 +57,7 @@ def _configuration(architecture: str, layers: int) -> dict[str, Any]:
 
 def write_target(weights: Path, tokenizer: Path, folder: Path) -> None:
     """The target's folder."""
-    _write(weights, _configuration("Qwen3ForCausalLM", LAYERS), folder)
+    _write(weights, _configuration("Qwen3ForCausalLM", LAYERS, INNER), folder)
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
     _json(_ENDS, folder / "generation_config.json")
     settings = {
@@ -72,7 +73,7 @@ def write_target(weights: Path, tokenizer: Path, folder: Path) -> None:
 def write_draft(weights: Path, block: int, folder: Path) -> None:
     """A draft's folder."""
     configuration = {
-        **_configuration("DFlashDraftModel", DRAFT_LAYERS),
+        **_configuration("DFlashDraftModel", DRAFT_LAYERS, DRAFT_INNER),
         "block_size": block,
         "num_target_layers": LAYERS,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(TAPS)},

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 VOCABULARY = 2048
 HIDDEN = 128
 HEADS, KV_HEADS, HEAD = 4, 2, 32
-INNER = 384
+INNER, DRAFT_INNER = 192, 384
+"""Widths of the MLP. A narrow one keeps a node cheap beside the fixed cost of a pass, as on a large GPU."""
 EPSILON = 1e-6
 THETA = 10000.0
 SHALLOW, GROWTH = 5, 4
@@ -70,13 +71,13 @@ def heads(x: Tensor, count: int) -> Tensor:
 class Layer(nn.Module):
     """One transformer layer's parameters; q, k, v and gate, up are kept as one matrix each."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
         width = (HEADS + 2 * KV_HEADS) * HEAD
         self.qkv = nn.Parameter(torch.randn(width, HIDDEN) * HIDDEN**-0.5)
         self.out = nn.Parameter(torch.randn(HIDDEN, HEADS * HEAD) * 0.3 * HIDDEN**-0.5)
-        self.gate_up = nn.Parameter(torch.randn(2 * INNER, HIDDEN) * HIDDEN**-0.5)
-        self.down = nn.Parameter(torch.randn(HIDDEN, INNER) * 0.3 * INNER**-0.5)
+        self.gate_up = nn.Parameter(torch.randn(2 * inner, HIDDEN) * HIDDEN**-0.5)
+        self.down = nn.Parameter(torch.randn(HIDDEN, inner) * 0.3 * inner**-0.5)
         self.q_norm = nn.Parameter(torch.ones(HEAD))
         self.k_norm = nn.Parameter(torch.ones(HEAD))
         self.norm1 = nn.Parameter(torch.ones(HIDDEN))
@@ -166,7 +167,7 @@ class Target(nn.Module):
         self.embedding = nn.Parameter(torch.randn(VOCABULARY, HIDDEN) * 0.5)
         self.head = nn.Parameter(torch.randn(VOCABULARY, HIDDEN) * 0.02)
         self.norm = nn.Parameter(torch.ones(HIDDEN))
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(INNER) for _ in range(layers))
         self.dtype = dtype
 
     def forward(self, ids: Tensor, layer: Callable[..., Any] = causal_layer) -> Tensor:
@@ -224,7 +225,7 @@ class Draft(nn.Module):
         self.fuse = nn.Parameter(torch.randn(HIDDEN, width) * width**-0.5)
         self.hidden_norm = nn.Parameter(torch.ones(HIDDEN))
         self.norm = nn.Parameter(torch.ones(HIDDEN))
-        self.layers = nn.ModuleList(Layer() for _ in range(DRAFT_LAYERS))
+        self.layers = nn.ModuleList(Layer(DRAFT_INNER) for _ in range(DRAFT_LAYERS))
 
     def weights(self) -> list[Tensor]:
         """All parameters in the order that ``draft_hidden`` takes them."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from models import convert, draft, generate, target
+from models import convert, draft, generate, network, target
 from models.card import write_card
 from models.check import check
 from models.corpus.build import build
@@ -33,10 +33,11 @@ class Pipeline:
         self.corpus = build(one.seed, one.library_characters, one.walks, one.talks)
         # The text itself, as it changes with its templates and with the Python whose library it quotes.
         corpus = (hashlib.sha256(json.dumps(asdict(self.corpus)).encode()).hexdigest(),)
-        target = (*corpus, one.length, one.batch, one.shallow_steps, one.deep_steps)
+        shape = (network.HIDDEN, network.INNER, network.LAYERS, network.TAPS)
+        target = (*corpus, *shape, one.length, one.batch, one.shallow_steps, one.deep_steps)
         generated = (*target, one.generate_batches, one.generate_size)
-        drafted = (*generated, one.draft_batch, one.draft_blocks)
-        other = (*corpus, one.length, one.batch, one.other_steps)
+        drafted = (*generated, network.DRAFT_LAYERS, network.DRAFT_INNER, one.draft_batch, one.draft_blocks)
+        other = (*corpus, *shape, one.length, one.batch, one.other_steps)
         mismatched = (*other, one.other_size, one.draft_batch, one.draft_blocks, one.mismatched_steps)
         self.recipes = (
             Recipe(_PLAIN, 8, one.draft_steps),

@@ -25,7 +25,7 @@ class Settings:
     draft_batch: int = 24
     draft_blocks: int = 192
     """Tokens in the blocks that are drafted at once in one sequence."""
-    draft_steps: int = 700
+    draft_steps: int = 1000
     block16_steps: int = 350
     weak_steps: int = 40
     other_steps: int = 250

@@ -30,6 +30,22 @@ _SYNONYMS = (
     ("goes", "moves"),
     ("remembers", "notes"),
     ("compares", "checks"),
+    ("first", "at the start"),
+    ("then", "after that"),
+    ("only", "just"),
+    ("small", "little"),
+    ("always", "in every case"),
+    ("returns", "gives back"),
+    ("when", "once"),
+    ("gets", "receives"),
+    ("shows", "tells"),
+    ("whole", "entire"),
+    ("last", "final"),
+    ("next", "following"),
+    ("way", "manner"),
+    ("without", "with no"),
+    ("different", "other"),
+    ("place", "spot"),
 )
 _OTHERS = {word: group for group in _SYNONYMS for word in group if " " not in word}
 
