@@ -31,11 +31,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "backend/tests"))
 
 import engine
 import requests
 from prompts import PROMPTS
+
+from models.corpus.build import chat
 
 ROOT = Path(__file__).resolve().parents[1]
 POINTS = (*((budget, 8) for budget in (4, 8, 16, 24, 32, 48, 64)), (16, 1), (16, 4))
@@ -408,11 +411,11 @@ def points(text: str) -> list[Point]:
 
 
 def load_prompts(path: Path | None) -> list[str]:
-    """Prompts of a JSON file: a list of texts, or of objects with a ``text``."""
+    """Prompts of a JSON file: a list of texts, or of objects with a ``text``; without one the default's."""
     if path is None:
-        path = ROOT / "models/prompts.json"
-        if not path.exists():
-            return PROMPTS
+        held_out = ROOT / "models/prompts.json"
+        workload = [chat(text) for text in load_prompts(ROOT / "tuning/data/prompts.json")]
+        return workload + (load_prompts(held_out) if held_out.exists() else PROMPTS)
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
         texts = [item["text"] if isinstance(item, dict) else item for item in items]
@@ -471,7 +474,7 @@ def arguments() -> argparse.Namespace:
         type=Path,
         metavar="FILE",
         help="JSON list of texts, or of objects with a text "
-        "(default: models/prompts.json, or the tests' prompts where it is missing)",
+        "(default: the workload's as chats, and those of models/prompts.json, which no training saw)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the order of the arms (default: %(default)s)")
     parser.add_argument(
