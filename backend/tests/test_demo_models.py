@@ -1,0 +1,86 @@
+"""What the demo pair's training rests on, against Transformers and against the backend's own trees."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sglang_ddtree.tree import grow_tree
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from models import convert
+from models.acceptance import tree_depth
+from models.generate import Decoder
+from models.network import GROWTH, INNER, SHALLOW, VOCABULARY, Target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    torch.manual_seed(3)
+    made = Target(SHALLOW)
+    with torch.no_grad():
+        made.head.mul_(20)  # so that one token is clearly the likeliest
+    return made
+
+
+def test_the_target_is_what_transformers_computes(target: Target) -> None:
+    configuration = convert._configuration("Qwen3ForCausalLM", SHALLOW, INNER)
+    reference = Qwen3ForCausalLM(Qwen3Config(**configuration)).eval()
+    reference.load_state_dict(target.published())
+    ids = torch.randint(VOCABULARY, (2, 40))
+    with torch.no_grad():
+        assert (target(ids) - reference(ids).logits).abs().max() < 1e-4
+
+
+def test_a_grown_target_is_the_same_function(target: Target) -> None:
+    ids = torch.randint(VOCABULARY, (1, 30))
+    deep = target.grown()
+    assert len(deep.layers) == GROWTH * len(target.layers)
+    with torch.no_grad():
+        assert torch.allclose(deep(ids), target(ids), atol=1e-5)
+
+
+def test_decoding_step_by_step_is_the_whole_text(target: Target) -> None:
+    prefixes = torch.randint(VOCABULARY, (3, 9))
+    made = Decoder(target, torch.float32).continue_text(prefixes, 40)
+    with torch.no_grad():
+        likeliest = target(made.ids).argmax(-1)
+    assert torch.equal(made.ids[:, 9:], likeliest[:, 8:-1])
+
+
+def test_published_and_read_again(target: Target) -> None:
+    again = Target.from_published(target.published())
+    for name, value in target.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
+def test_accept_lengths_worked_out_are_those_of_the_trees() -> None:
+    """The deepest node of the backend's tree on the wanted text's way, for texts that follow their draft."""
+    generator = torch.Generator().manual_seed(4)
+    depths = set()
+    for _ in range(200):
+        log_probs = (torch.randn(7, 30, generator=generator) * 2).log_softmax(-1)
+        wanted = torch.multinomial(log_probs.exp(), 1, generator=generator).flatten().tolist()
+        tree = grow_tree(*log_probs[None].topk(12), 12)
+        texts: dict[int, list[int]] = {0: []}
+        for node in range(1, tree.width):
+            texts[node] = [*texts[int(tree.parents[0, node])], int(tree.tokens[0, node])]
+        deepest = max(len(text) for text in texts.values() if text == wanted[: len(text)])
+        assert tree_depth(log_probs, wanted, 12) == deepest
+        depths.add(deepest)
+    assert len(depths) > 3
+
+
+def test_the_published_pair_fits_together() -> None:
+    """Whatever the training wrote: the drafts read layers that the target has, and predict its tokens."""
+    demo = Path(__file__).resolve().parents[2] / "models/demo"
+    target = json.loads((demo / "target/config.json").read_text())
+    for path in sorted(demo.glob("draft*")):
+        draft = json.loads((path / "config.json").read_text())
+        assert max(draft["dflash_config"]["target_layer_ids"]) < target["num_hidden_layers"]
+        assert (draft["vocab_size"], draft["hidden_size"]) == (target["vocab_size"], target["hidden_size"])
