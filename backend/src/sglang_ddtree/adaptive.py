@@ -148,7 +148,9 @@ class AdaptiveBudget:
             times.period(now - self._started[1])
         self._started = batch, now
         self._tried = times.tries(self._most)
-        return self._tried or max(_LEAST, int(_ROOM * times.recent))
+        wanted = self._tried or max(_LEAST, int(_ROOM * times.recent))
+        # Of the few budgets there are, as what a shape needs is worked out once for each.
+        return int(self._budgets[min(self._budgets.searchsorted(wanted), len(self._budgets) - 1)])
 
     def choose(self, log_probs: Array) -> int:
         """The budget of the step that was begun.

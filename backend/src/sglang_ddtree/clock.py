@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-#: One step in so many is timed: it costs little, but not nothing.
+#: On an accelerator one step in so many is timed: events cost little, but not nothing.
 SAMPLE_EVERY = 16
 
 
@@ -28,7 +28,7 @@ class StageClock:
 
     def start(self, always: bool = False) -> None:
         """Begin a step; ``always`` times it whichever it is."""
-        sampled = always or self._steps % SAMPLE_EVERY == 0
+        sampled = always or not self._cuda or self._steps % SAMPLE_EVERY == 0
         self._steps += 1
         self._marks = [self._now()] if sampled else None
 

@@ -2,8 +2,8 @@
 
 A graph captured without the tree's mask would verify causally: fluent text that is not the target's, and
 nothing in the log. ``hooks.py`` keeps that from happening; here it is looked at. The first branching verify
-of a server is run both ways. That is SGLang's warm-up request, which comes before the server says it is
-ready: one whose graphs are wrong never does.
+of a single request is run both ways. That is normally SGLang's warm-up request, which comes before the server
+says it is ready: one whose graphs are wrong does not get there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ CHECK_ENV = "SGLANG_DDTREE_GRAPH_CHECK"
 #: With the demo pair a causal verify differs by 0.1 to 0.4, rounding all logits to bfloat16 by 0.002. Half of
 #: them, because an expert that is chosen differently changes single nodes.
 _TOLERANCE = 0.03
+#: Verifies that are looked at; to see whether a tree branches, the host waits for the device.
+_LOOKS = 16
 
 
 class GraphCheck:
@@ -34,10 +36,10 @@ class GraphCheck:
 
     def __init__(self, model_runner: Any, environ: Any = os.environ) -> None:
         self._runner = model_runner
-        self.due = environ.get(CHECK_ENV) != "0"
+        self.looks = 0 if environ.get(CHECK_ENV) == "0" else _LOOKS
 
     def after(self, target_worker: Any, forward: Any, result: Any, tree: RootedTree) -> None:
-        """Compare, if that is due and says anything: a graph was used, and the tree branches.
+        """Compare, if that is due and says anything: one request, run by a graph, whose tree branches.
 
         Args:
             target_worker: SGLang's worker of the target.
@@ -48,24 +50,26 @@ class GraphCheck:
         Raises:
             RuntimeError: the graph computes something else.
         """
-        if not (self.due and result.can_run_cuda_graph):
+        # One request: on all ranks alike, and with little memory.
+        if not (self.looks and result.can_run_cuda_graph and len(tree.tokens) == 1):
             return
-        telling = hiding(tree)
+        self.looks -= 1
+        telling = hiding(tree).flatten()
         if not telling.any():
             return
-        self.due = False
-        replayed = result.logits_output.next_token_logits.clone()
+        self.looks = 0
         try:
+            # Indexing copies: the graph's buffer may be written again.
+            replayed = result.logits_output.next_token_logits[telling]
             with self._without_graph():
                 self._runner.attn_backend.init_forward_metadata(forward)
                 again = target_worker.forward_batch_generation(
                     batch=None, forward_batch=forward, is_verify=True, skip_attn_backend_init=True
                 )
+            found = difference(replayed, again.logits_output.next_token_logits[telling])
         except Exception:  # whatever it is, it is not the graph's
             logger.warning("DDTREE: the verify could not be run without its CUDA graph", exc_info=True)
             return
-        telling = telling.flatten()
-        found = difference(replayed[telling], again.logits_output.next_token_logits[telling])
         if not found <= _TOLERANCE:
             raise RuntimeError(
                 f"DDTREE: a verify of {tree.width} nodes in a CUDA graph is not what it is without: logits "
