@@ -34,7 +34,7 @@ def main() -> None:
     )
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything; needs --out")
     options = parser.parse_args()
-    if options.smoke and options.out == Path(__file__).parent:
+    if options.smoke and options.out.resolve() == Path(__file__).resolve().parent:
         parser.error("--smoke would overwrite the published pair: give another folder with --out")
     settings = SMOKE if options.smoke else Settings()
     Pipeline(settings, options.work, options.out).run(tuple(options.stage))

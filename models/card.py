@@ -22,9 +22,10 @@ continuations, `draft`, `convert`, `check`, `card`. Every schedule counts steps:
   {vocabulary} byte-level tokens.
 - Drafts: {draft_layers} layers, MLP {draft_inner}. `draft` has blocks of 8, `draft-block16` of 16;
   `draft-weak` was hardly trained; `draft-mismatched` was trained for another target.
-- Text: parts of CPython's standard library (PSF-2.0; {library} characters) and text written for this
+- Text: parts of CPython's standard library (PSF-2.0; at most {library} characters) and text written for this
   project (Apache-2.0).
-  `prompts.json`: ten prompts about files and things that no training saw.
+  `prompts.json`: ten prompts about files and things that no training saw. The workload's prompts
+  (`tuning/data/prompts.json`) and their answers are mostly part of the text; `known` below are such.
 - The weights are Apache-2.0, float16 on disk. `SHA256SUMS` has the check sums.
 
 ## Measured
@@ -93,7 +94,17 @@ def write_card(out: Path, settings: Settings, figures: dict[str, Any]) -> None:
         settings=", ".join(f"{name} {value}" for name, value in asdict(settings).items()),
     )
     (out / "README.md").write_text(text, encoding="utf-8")
-    files = sorted(path for path in (out / "demo").rglob("*") if path.is_file())
-    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(out)}\n" for path in files]
-    (out / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+    files = published(out)
+    lines = [f"{checksum(path)}  {path.relative_to(out)}\n" for path in files]
+    (out / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
     print(f"  {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.2f} MB")
+
+
+def published(out: Path) -> list[Path]:
+    """The files of the pair."""
+    return sorted(path for path in (out / "demo").rglob("*") if path.is_file())
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

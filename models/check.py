@@ -26,6 +26,7 @@ SEED_PROMPTS = (
     "Explain how a hash table works.",
     "Write a function to reverse a linked list.",
 )
+#: Most of these and of the seed's are in the training text, with their answers.
 _MORE_PROMPTS = (
     "Explain how a stack works.",
     "Write a Python merge sort with detailed comments.",
@@ -82,7 +83,7 @@ def check(out: Path, settings: Settings) -> dict[str, Any]:
         stop = answer.index(END_OF_TURN) if END_OF_TURN in answer else len(answer)
         print(f"--- {texts[number]}{tokenizer.decode(answer[:stop])}\n---")
 
-    categories = [prompt["category"] for prompt in prompts] + ["chat"] * len(chats)
+    categories = [prompt["category"] for prompt in prompts] + ["known"] * len(chats)
     figures["drafts"] = {}
     for path in sorted((out / "demo").glob("draft*")):
         figures["drafts"][path.name] = _draft(path, target, rows, [len(ids) for ids in encoded], categories)

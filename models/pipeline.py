@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from models import convert, draft, generate, network, target
-from models.card import write_card
+from models import convert, draft, generate, network, optimiser, target, tokens, training
+from models.card import checksum, published, write_card
 from models.check import check
 from models.corpus.build import build
 from models.draft import Recipe
@@ -21,6 +23,8 @@ from models.tokens import encode, load_documents, train_tokenizer
 from models.training import PROCESSES, in_processes, quiet_compiler
 
 STAGES = ("corpus", "tokenizer", "target", "generate", "draft", "convert", "check", "card")
+#: What is trained depends on every line of these.
+_CODE = (tokens, network, optimiser, training, target, generate, draft)
 _PLAIN, _BLOCK16, _WEAK, _MISMATCHED = "draft", "draft-block16", "draft-weak", "draft-mismatched"
 
 
@@ -31,13 +35,13 @@ class Pipeline:
         self.settings, self.out = settings, out
         one = settings
         self.corpus = build(one.seed, one.library_characters, one.walks, one.talks)
-        # The text itself, as it changes with its templates and with the Python whose library it quotes.
-        corpus = (hashlib.sha256(json.dumps(asdict(self.corpus)).encode()).hexdigest(),)
-        shape = (network.HIDDEN, network.INNER, network.LAYERS, network.TAPS)
-        target = (*corpus, *shape, one.length, one.batch, one.shallow_steps, one.deep_steps)
+        # The text itself, as it changes with its templates and with the Python whose library it quotes; and
+        # the code, as shapes, rates and losses are in it.
+        corpus = (_digest(json.dumps(asdict(self.corpus))), _digest(*map(inspect.getsource, _CODE)))
+        target = (*corpus, one.length, one.batch, one.shallow_steps, one.deep_steps)
         generated = (*target, one.generate_batches, one.generate_size)
-        drafted = (*generated, network.DRAFT_LAYERS, network.DRAFT_INNER, one.draft_batch, one.draft_blocks)
-        other = (*corpus, *shape, one.length, one.batch, one.other_steps)
+        drafted = (*generated, one.draft_batch, one.draft_blocks)
+        other = (*corpus, one.length, one.batch, one.other_steps)
         mismatched = (*other, one.other_size, one.draft_batch, one.draft_blocks, one.mismatched_steps)
         self.recipes = (
             Recipe(_PLAIN, 8, one.draft_steps),
@@ -47,6 +51,7 @@ class Pipeline:
         )
         # A folder's name tells the settings its content depends on, so another setting finds another folder.
         self.text = _folder(work, "text", *corpus)
+        self._figures = work / "figures.json"
         self.target = _folder(work, "target", *target)
         self.generated = _folder(work, "generated", *generated)
         self.other = _folder(work, "other-target", *other)
@@ -71,10 +76,9 @@ class Pipeline:
                 print(f"{stage}: {time.perf_counter() - began:.0f} s", flush=True)
 
     def _corpus(self) -> None:
-        if not (self.text / "prompts.json").exists():
-            for name in ("train", "held_out", "prompts"):
-                content = json.dumps(getattr(self.corpus, name), indent=1, ensure_ascii=False)
-                (self.text / f"{name}.json").write_text(content + "\n", encoding="utf-8")
+        for name in ("train", "held_out", "prompts"):
+            content = json.dumps(getattr(self.corpus, name), indent=1, ensure_ascii=False)
+            (self.text / f"{name}.json").write_text(content + "\n", encoding="utf-8")
 
     def _tokenizer(self) -> None:
         path = self.text / "tokenizer.json"
@@ -141,14 +145,25 @@ class Pipeline:
 
     def _check(self) -> None:
         figures = check(self.out, self.settings)
-        (self.target / "figures.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        self._figures.write_text(json.dumps({"of": self._checked(), **figures}, indent=1), encoding="utf-8")
 
     def _card(self) -> None:
-        figures = json.loads((self.target / "figures.json").read_text(encoding="utf-8"))
+        figures = json.loads(self._figures.read_text(encoding="utf-8")) if self._figures.exists() else {}
+        if figures.get("of") != self._checked():
+            raise ValueError(f"{self.out} holds other files than were checked: run the stage check first")
         write_card(self.out, self.settings, figures)
+
+    def _checked(self) -> dict[str, Any]:
+        """What figures are of: the settings, and the files by their check sums."""
+        sums = {str(path.relative_to(self.out)): checksum(path) for path in published(self.out)}
+        return {"settings": asdict(self.settings), "files": sums}
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def _folder(work: Path, name: str, *settings: object) -> Path:
-    folder = work / f"{name}-{hashlib.sha256(repr(settings).encode()).hexdigest()[:10]}"
+    folder = work / f"{name}-{_digest(repr(settings))[:10]}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -47,8 +47,10 @@ class Encoded:
     starts: np.ndarray
 
     def save(self, path: Path) -> None:
-        """Write both arrays to one .npz file."""
-        np.savez(path, ids=self.ids, starts=self.starts)
+        """Write both arrays to one .npz file, in one step."""
+        new = path.with_suffix(".new.npz")
+        np.savez(new, ids=self.ids, starts=self.starts)
+        new.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Encoded:

@@ -51,15 +51,26 @@ def test_the_same_seed_writes_the_same_text() -> None:
     assert build.build(3, 20_000, 4, 3) != build.build(4, 20_000, 4, 3)
 
 
-def test_what_is_kept_back_is_not_trained_on() -> None:
+def test_what_is_kept_back_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = build.build(1, 60_000, 60, 40)
     text = "".join(segment for document in corpus.train for segment in document)
     for prompt in corpus.prompts:
         assert prompt["text"] not in text
-    # The library's sources may have these words; the text written for the project must not.
-    own = "".join(document[0] for document in corpus.train if "# 7. " in document[0])
-    for plural in lifecycle.nouns(True):
-        assert f"# 7. Indexing the {plural}\n" not in own
+    # What each document is about: those to train on come first, the prompts are left out.
+    about: list[str] = []
+    make_subject = lifecycle.make_subject
+
+    def recorded(plural: str, rng: random.Random) -> lifecycle.Subject:
+        about.append(plural)
+        return make_subject(plural, rng)
+
+    monkeypatch.setattr(lifecycle, "make_subject", recorded)
+    monkeypatch.setattr(build, "_prompts", lambda *_: [])
+    build.build(1, 60_000, 60, 40)
+    kept_back = lifecycle.nouns(True)
+    assert about[-len(kept_back) :] == kept_back
+    assert len(about) >= 60 + len(kept_back)
+    assert not set(about[: -len(kept_back)]) & set(kept_back)
 
 
 def test_every_chat_answer_ends() -> None:

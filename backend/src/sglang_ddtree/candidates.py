@@ -46,7 +46,7 @@ class Candidates:
 
 
 # Up to some 9 MB each.
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def candidates(
     depth: int, ranks: int, budget: int, most: int, device: str | None = None
 ) -> Candidates | None:
