@@ -52,6 +52,8 @@ _FEW = 8
 #: Most candidates of a small tree: on an accelerator of one tree, on a CPU of all of a step.
 _MOST_CANDIDATES = 32768
 _MOST_HOST_CANDIDATES = 16384
+#: Columns of a builder that gives root and paths as well.
+_WITH_ROOT = 6
 #: Stands for -inf on a CPU: below any sum of log-probabilities.
 _IMPOSSIBLE = -1e300
 
@@ -113,18 +115,8 @@ class RootedTree:
 
     def first(self, budget: int) -> RootedTree:
         """All trees cut to one budget, in shape as well."""
-        columns = {name: column[:, : budget + 1] for name, column in self._columns().items()}
+        columns = {name: column[:, : budget + 1] for name, column in vars(self).items() if name != "count"}
         return RootedTree(**columns, count=min(self.count, budget))
-
-    def without_root(self) -> DraftTree:
-        """The contract's columns."""
-        columns = {name: column[:, 1:] for name, column in self._columns().items() if name != "paths"}
-        columns["log_probs"] = columns.pop("scores")
-        counts = torch.full((len(self.tokens),), self.count, device=self.tokens.device)
-        return DraftTree(**columns, count=counts)
-
-    def _columns(self) -> dict[str, Tensor]:
-        return {name: column for name, column in vars(self).items() if name != "count"}
 
 
 def tree_size(depth: int, ranks: int, budget: int) -> int:
@@ -227,35 +219,25 @@ def build_tree_from_topk(log_probs: Tensor, tokens: Tensor, budget: int) -> Draf
         tokens: ``[batch, depth, ranks]`` int64.
         budget: nodes besides the root, at least 1.
     """
-    return grow_tree(log_probs, tokens, budget).without_root()
+    columns = _best_nodes(log_probs, tokens, budget)
+    if len(columns) == _WITH_ROOT:
+        columns = tuple(column[:, 1:] for column in columns[:-1])
+    batch, count = columns[0].shape
+    nodes, parents, depths, ranks, scores = _padded(columns, count, budget)
+    counts = torch.full((batch,), count, device=nodes.device)
+    return DraftTree(nodes, parents, depths, ranks, scores, counts)
 
 
 def grow_tree(log_probs: Tensor, tokens: Tensor, budget: int) -> RootedTree:
     """As :func:`build_tree_from_topk`, with the root and the way to each node."""
-    if budget < 1:
-        raise ValueError(f"budget is {budget}, expected at least 1")
-    ranks = min(log_probs.shape[2], budget)
-    tokens = tokens[..., :ranks]
-    # Sums in double precision: in single precision paths of nearly equal score would swap places between
-    # devices.
-    gains = log_probs[..., :ranks].to(torch.float64)
-    batch, depth, _ = gains.shape
-    count = tree_size(depth, ranks, budget)
-    if not on_host(gains):
-        known = candidates(depth, ranks, budget, _MOST_CANDIDATES, str(gains.device))
-        columns = _build(gains, tokens, budget) if known is None else build(known, gains, tokens, count)
-        return _rooted(columns, depth, budget)
-    known = candidates(depth, ranks, budget, _MOST_HOST_CANDIDATES)
-    if known is not None and len(known) * batch <= _MOST_HOST_CANDIDATES:
-        return _rooted(build_on_host(known, gains.detach().numpy(), tokens.numpy(), count), depth, budget)
-    # Groups of rows whose working set stays in the cache.
-    rows = max(1, _HOST_ELEMENTS // (budget * ranks))
-    parts = [
-        _build_on_host(some_gains, some_tokens, budget)
-        for some_gains, some_tokens in zip(gains.split(rows), tokens.split(rows), strict=True)
-    ]
-    columns = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
-    return _rooted(columns, depth, budget)
+    columns = _best_nodes(log_probs, tokens, budget)
+    if len(columns) != _WITH_ROOT:
+        pad = torch.nn.functional.pad
+        nodes, parents, depths, ranks, scores = (pad(column, (1, 0)) for column in columns)
+        columns = (nodes, parents, depths, ranks, scores, _paths(parents, depths, log_probs.shape[1]))
+    count = columns[0].shape[1] - 1
+    nodes, parents, depths, ranks, scores, paths = _padded(columns, count, budget)
+    return RootedTree(nodes, parents, depths, ranks, scores, paths, count)
 
 
 def ancestor_mask(paths: Tensor) -> Tensor:
@@ -272,6 +254,32 @@ def ancestor_mask(paths: Tensor) -> Tensor:
     seen.scatter_(2, paths, True)
     seen[:, :, 0] = True
     return seen
+
+
+def _best_nodes(log_probs: Tensor, tokens: Tensor, budget: int) -> tuple[Tensor, ...]:
+    """Tokens, parents, depths, ranks and scores of the nodes; small trees bring root and paths as well."""
+    if budget < 1:
+        raise ValueError(f"budget is {budget}, expected at least 1")
+    ranks = min(log_probs.shape[2], budget)
+    tokens = tokens[..., :ranks]
+    # Sums in double precision: in single precision paths of nearly equal score would swap places between
+    # devices.
+    gains = log_probs[..., :ranks].to(torch.float64)
+    batch, depth, _ = gains.shape
+    count = tree_size(depth, ranks, budget)
+    if not on_host(gains):
+        known = candidates(depth, ranks, budget, _MOST_CANDIDATES, str(gains.device))
+        return _build(gains, tokens, budget) if known is None else build(known, gains, tokens, count)
+    known = candidates(depth, ranks, budget, _MOST_HOST_CANDIDATES)
+    if known is not None and len(known) * batch <= _MOST_HOST_CANDIDATES:
+        return build_on_host(known, gains.detach().numpy(), tokens.numpy(), count)
+    # Groups of rows whose working set stays in the cache.
+    rows = max(1, _HOST_ELEMENTS // (budget * ranks))
+    parts = [
+        _build_on_host(some_gains, some_tokens, budget)
+        for some_gains, some_tokens in zip(gains.split(rows), tokens.split(rows), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def _build(gains: Tensor, tokens: Tensor, budget: int) -> tuple[Tensor, ...]:
@@ -392,21 +400,15 @@ def _build_on_host(gains: Tensor, tokens: Tensor, budget: int) -> tuple[Tensor, 
     return tuple(map(torch.from_numpy, made))
 
 
-def _rooted(columns: tuple[Tensor, ...], depth: int, budget: int) -> RootedTree:
-    """A tree as wide as the budget, of what a builder found: with paths and root, or neither."""
-    if len(columns) == 5:
-        pad = torch.nn.functional.pad
-        tokens, parents, depths, ranks, scores = (pad(column, (1, 0)) for column in columns)
-        columns = (tokens, parents, depths, ranks, scores, _paths(parents, depths, depth))
-    count = columns[0].shape[1] - 1
-    if count < budget:
-        fills = (0, 0, 0, -1, -torch.inf, 0)
-        columns = tuple(
-            torch.nn.functional.pad(column, (0, 0) * (column.ndim - 2) + (0, budget - count), value=fill)
-            for column, fill in zip(columns, fills, strict=True)
-        )
-    tokens, parents, depths, ranks, scores, paths = columns
-    return RootedTree(tokens, parents, depths, ranks, scores, paths, count)
+def _padded(columns: tuple[Tensor, ...], count: int, budget: int) -> tuple[Tensor, ...]:
+    """Columns of ``count`` nodes, maybe with root and paths, as wide as the budget asks."""
+    if count == budget:
+        return columns
+    fills = (0, 0, 0, -1, -torch.inf, 0)
+    return tuple(
+        torch.nn.functional.pad(column, (0, 0) * (column.ndim - 2) + (0, budget - count), value=fill)
+        for column, fill in zip(columns, fills, strict=False)
+    )
 
 
 def _paths(parents: Tensor, depths: Tensor, depth: int) -> Tensor:
