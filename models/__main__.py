@@ -21,8 +21,8 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path(__file__).parent,
-        help="where demo/, README.md and SHA256SUMS are written",
+        default=Path(__file__).parents[1] / "build/models",
+        help="where demo/, README.md and SHA256SUMS are written (default: %(default)s)",
     )
     parser.add_argument(
         "--stage",
@@ -32,7 +32,7 @@ def main() -> None:
         metavar="NAME",
         help=f"some of: {', '.join(STAGES)}",
     )
-    parser.add_argument("--smoke", action="store_true", help="a few steps of everything; needs --out")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of everything, in two minutes; the result is worth nothing")
     options = parser.parse_args()
     if options.smoke and options.out.resolve() == Path(__file__).resolve().parent:
         parser.error("--smoke would overwrite the published pair: give another folder with --out")

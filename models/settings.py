@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """One training from nothing. The defaults are the published pair."""
+    """One training from nothing. The defaults are those of `make models`."""
 
     seed: int = 1
     library_characters: int = 700_000
