@@ -32,7 +32,7 @@ def main() -> None:
         metavar="NAME",
         help=f"some of: {', '.join(STAGES)}",
     )
-    parser.add_argument("--smoke", action="store_true", help="a few steps of everything, in two minutes; the result is worth nothing")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of everything; worth nothing")
     options = parser.parse_args()
     if options.smoke and options.out.resolve() == Path(__file__).resolve().parent:
         parser.error("--smoke would overwrite the published pair: give another folder with --out")
