@@ -1,7 +1,8 @@
 """Plain decoding, DFLASH's chain and DDTREE's trees on the demo pair: speed, accept length, times of a step.
 
-    .venv-engine/bin/python benchmarks/engine.py --check                     (a quiet machine)
-    .venv-engine/bin/python benchmarks/engine.py --concurrency 1,2,4,8 --block16 --drafts weak,mismatched
+    .venv-engine/bin/python benchmarks/engine.py                              (a quiet machine)
+    .venv-engine/bin/python benchmarks/engine.py --models build/models/demo --check --block16 \
+        --drafts weak,mismatched                        (after make models, which trains those drafts)
 
 One server each for plain decoding and the chain, and one for all trees of a draft: it is started for the
 largest budget and topk cap and switched while it runs. Without CUDA graphs a verify is as wide as the budget
@@ -305,8 +306,8 @@ def table(models: Path, turns: Mapping[Arm, list[Turn]]) -> list[str]:
 def report(given: argparse.Namespace, results: Results, prompts: int) -> str:
     """The whole Markdown text."""
     lines = [
-        f"{prompts} prompts ({given.prompts or 'the workload and models/prompts.json'}) of {given.tokens} "
-        f"tokens, greedy, {given.rounds} rounds, seed {given.seed}; "
+        f"{prompts} prompts ({given.prompts}) of {given.tokens} tokens, greedy, {given.rounds} rounds, "
+        f"seed {given.seed}; "
         f"SGLang {importlib.metadata.version('sglang')} on the CPU, {os.cpu_count()} cores.",
         "`x plain` and `x chain`: how many times as fast as plain decoding and as the chain of `draft`, in "
         "the same run, with 95 % intervals over rounds and prompts. Accept length: committed tokens over "
@@ -416,12 +417,17 @@ def points(text: str) -> list[Point]:
     return list(dict.fromkeys(found))
 
 
-def load_prompts(path: Path | None) -> list[str]:
-    """Prompts of a JSON file: a list of texts, or of objects with a ``text``; without one the default's."""
-    if path is None:
-        held_out = ROOT / "models/prompts.json"
-        workload = [chat(text) for text in load_prompts(ROOT / "tuning/data/prompts.json")]
-        return workload + (load_prompts(held_out) if held_out.exists() else PROMPTS)
+def default_prompts(models: Path) -> tuple[str, list[str]]:
+    """What they are, and the texts: the workload's as chats, and others."""
+    workload = [chat(text) for text in load_prompts(ROOT / "tuning/data/prompts.json")]
+    held_out = models.parent / "prompts.json"
+    if held_out.exists():
+        return f"the workload, {held_out}", workload + load_prompts(held_out)
+    return "the workload, the standard library", workload + PROMPTS
+
+
+def load_prompts(path: Path) -> list[str]:
+    """Prompts of a JSON file: a list of texts, or of objects with a ``text``."""
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
         texts = [item["text"] if isinstance(item, dict) else item for item in items]
@@ -480,7 +486,8 @@ def arguments() -> argparse.Namespace:
         type=Path,
         metavar="FILE",
         help="JSON list of texts, or of objects with a text "
-        "(default: the workload's as chats, and those of models/prompts.json, which no training saw)",
+        "(default: the workload's as chats, and those of prompts.json beside the models' folder, which no "
+        "training saw; without that file, pieces of the standard library, which were trained on)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the order of the arms (default: %(default)s)")
     parser.add_argument(
@@ -496,7 +503,8 @@ def arguments() -> argparse.Namespace:
     for folder in ("target", "draft", *(f"draft-{name}" for name in given.drafts)):
         if not (given.models / folder / "config.json").exists():
             parser.error(
-                f"{given.models / folder} has no config.json: expected a model; see --models, --drafts"
+                f"{given.models / folder} has no config.json: expected a model; see --models, --drafts "
+                "(make models trains them)"
             )
     return given
 
@@ -504,7 +512,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, and print the Markdown."""
     given = arguments()
-    prompts = load_prompts(given.prompts)
+    if given.prompts:
+        prompts = load_prompts(given.prompts)
+    else:
+        given.prompts, prompts = default_prompts(given.models)
     flags, arms = plan(given)
     # So that the servers end with this process if it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

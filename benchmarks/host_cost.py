@@ -6,7 +6,8 @@
 A real server with the demo pair. In its scheduler this file, as a plugin, times each decode step from its
 start to the next one's: ``models`` are the passes of target and draft, with the draft's embedding and head
 and its KV of accepted tokens; ``worker`` is the rest of the backend's step, ``scheduler`` what lies between
-steps. Medians over all steps, of servers that take turns.
+steps. Medians over all steps, of servers that take turns. ``host`` is worker and scheduler together, ``of the
+step`` its share, ``worker to first`` the worker's time over that of the table's first row.
 """
 
 from __future__ import annotations
@@ -109,12 +110,17 @@ def main() -> None:
     parser.add_argument("--against", metavar="COMMIT", help="an earlier backend to compare with")
     parser.add_argument("--rounds", type=int, default=3, help="servers of each (default: %(default)s)")
     given = parser.parse_args()
+    if given.rounds < 1:
+        parser.error(f"--rounds is {given.rounds}, expected at least 1")
     with tempfile.TemporaryDirectory(prefix="host-cost-") as folder:
         sources = {"now": ROOT / "backend/src"}
         if given.against:
-            archive = subprocess.run(
-                ["git", "archive", given.against, "backend/src"], cwd=ROOT, check=True, capture_output=True
-            )
+            command = ["git", "archive", given.against, "backend/src"]
+            archive = subprocess.run(command, cwd=ROOT, capture_output=True)
+            if archive.returncode:
+                parser.error(
+                    f"--against {given.against}: {archive.stderr.decode().strip()}; expected a commit"
+                )
             with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as members:
                 members.extractall(folder, filter="data")
             sources = {given.against: Path(folder) / "backend/src", **sources}

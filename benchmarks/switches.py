@@ -79,6 +79,8 @@ def main() -> None:
         "--rounds", type=int, default=2, help="rounds over all prompts (default: %(default)s)"
     )
     given = parser.parse_args()
+    if given.rounds < 1:
+        parser.error(f"--rounds is {given.rounds}, expected at least 1")
     settings = SETTINGS[given.what]
     names = list(settings)
     # Sums over the rounds, by prompt.

@@ -8,6 +8,8 @@ from pathlib import Path
 from models.pipeline import STAGES, Pipeline
 from models.settings import SMOKE, Settings
 
+DEFAULT_OUT = Path(__file__).resolve().parents[1] / "build/models"
+
 
 def main() -> None:
     """Read the command line and run the stages."""
@@ -21,8 +23,8 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path(__file__).parents[1] / "build/models",
-        help="where demo/, README.md and SHA256SUMS are written (default: %(default)s)",
+        default=DEFAULT_OUT,
+        help="where demo/, prompts.json, README.md and SHA256SUMS are written (default: %(default)s)",
     )
     parser.add_argument(
         "--stage",
@@ -32,10 +34,12 @@ def main() -> None:
         metavar="NAME",
         help=f"some of: {', '.join(STAGES)}",
     )
-    parser.add_argument("--smoke", action="store_true", help="a few steps of everything; worth nothing")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps of everything, worth nothing; needs --out"
+    )
     options = parser.parse_args()
-    if options.smoke and options.out.resolve() == Path(__file__).resolve().parent:
-        parser.error("--smoke would overwrite the published pair: give another folder with --out")
+    if options.smoke and options.out.resolve() in (DEFAULT_OUT, Path(__file__).resolve().parent):
+        parser.error("--smoke would overwrite a trained pair: give another folder with --out")
     settings = SMOKE if options.smoke else Settings()
     Pipeline(settings, options.work, options.out).run(tuple(options.stage))
 

@@ -14,8 +14,8 @@ from models.settings import Settings
 _TEXT = """# The demo pair
 
 A tiny Qwen3 target and DFlash drafts for it, for the demo and the tests. They answer a few questions about
-Python in readable text and know nothing else. Made by this folder's code from nothing (`make models`, two CPU
-cores, under an hour): `corpus` the text, `tokens` the tokenizer, `target`, `generate` the target's own
+Python in readable text and know nothing else. Made by the repository's `models/` from nothing (`make models`,
+two CPU cores, under an hour): `corpus` the text, `tokenizer`, `target`, `generate` the target's own
 continuations, `draft`, `convert`, `check`, `card`. Every schedule counts steps: a stopped training goes on.
 
 - Target: {layers} layers (trained as {shallow}, then grown), hidden {hidden}, MLP {inner},
