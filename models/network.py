@@ -19,13 +19,13 @@ VOCABULARY = 2048
 HIDDEN = 128
 HEADS, KV_HEADS, HEAD = 4, 2, 32
 INNER, DRAFT_INNER = 192, 384
-"""Widths of the MLP. A narrow one keeps a node cheap beside the fixed cost of a pass, as on a large GPU."""
+"""Widths of the MLP. Many narrow layers: a node is cheap beside a pass's fixed cost, as on a large GPU."""
 EPSILON = 1e-6
 THETA = 10000.0
-SHALLOW, GROWTH = 5, 4
+SHALLOW, GROWTH = 5, 7
 """The target is trained with SHALLOW layers first; then GROWTH layers come from each."""
 LAYERS = SHALLOW * GROWTH
-TAPS = (4, 11, 18)
+TAPS = (7, 19, 31)
 """Target layers whose output the draft reads."""
 DRAFT_LAYERS = 3
 

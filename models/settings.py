@@ -18,14 +18,14 @@ class Settings:
     batch: int = 8
     """Windows a step, over both processes."""
     shallow_steps: int = 2600
-    deep_steps: int = 500
-    generate_batches: int = 6
+    deep_steps: int = 300
+    generate_batches: int = 4
     """Batches of each process."""
     generate_size: int = 256
     draft_batch: int = 24
     draft_blocks: int = 192
     """Tokens in the blocks that are drafted at once in one sequence."""
-    draft_steps: int = 1000
+    draft_steps: int = 1200
     block16_steps: int = 350
     weak_steps: int = 40
     other_steps: int = 250

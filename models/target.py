@@ -1,4 +1,4 @@
-"""Train the target: five layers for most of the steps, then grown to twenty."""
+"""Train the target: a few layers for most of the steps, then grown to all."""
 
 from __future__ import annotations
 
