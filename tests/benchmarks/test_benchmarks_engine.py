@@ -113,7 +113,7 @@ def test_an_interval_that_holds_one_is_missed(engine: ModuleType) -> None:
 
 def test_the_best_is_measured_in_other_rounds_than_it_was_chosen_in(engine: ModuleType) -> None:
     """Luck in the rounds of the choice chooses, and doesn't count."""
-    lucky = {**GOOD, (8, 8): [400, 250, 400, 250]}
+    lucky: dict[Any, Any] = {**GOOD, (8, 8): [400, 250, 400, 250]}
     found = engine.criteria(results(engine, lucky))[0].found
     assert found == "tree 8:8: 2.50 times as fast, 95 % 2.50-2.50"
 
