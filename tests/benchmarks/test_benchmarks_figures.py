@@ -1,4 +1,4 @@
-"""What benchmarks/engine.py concludes from its turns, on turns written down by hand."""
+"""What the benchmarks conclude from their measurements, on figures written down by hand."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ GOOD: Mapping[Any, float] = {
 STEPS: Mapping[Any, int] = {"chain": 15, (16, 1): 15, (16, 4): 12}
 
 
-@pytest.fixture(scope="module")
-def engine() -> ModuleType:
-    """The benchmark as a module; its name is that of a module of the backend's tests."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks/engine.py"
-    specification = importlib.util.spec_from_file_location("benchmarks_engine", path)
+def load(name: str) -> ModuleType:
+    """A benchmark as a module, not under its own name: the backend's tests have an ``engine`` too."""
+    path = Path(__file__).resolve().parents[2] / f"benchmarks/{name}.py"
+    specification = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
     assert specification is not None
     assert specification.loader is not None
-    module = sys.modules["benchmarks_engine"] = importlib.util.module_from_spec(specification)
+    module = sys.modules[f"benchmarks_{name}"] = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def engine() -> ModuleType:
+    return load("engine")
 
 
 def results(
@@ -134,3 +138,11 @@ def test_the_curve_is_that_of_the_cap_with_the_most_budgets(engine: ModuleType) 
 def test_points_that_are_none_are_refused(engine: ModuleType, text: str) -> None:
     with pytest.raises(engine.argparse.ArgumentTypeError, match="expected BUDGET:TOPK"):
         engine.points(text)
+
+
+def test_a_round_is_compared_with_the_best_of_other_rounds() -> None:
+    """``a`` is lucky in the first round only, ``b`` is the better one in the second and the third."""
+    seconds = {"a": [[1.0, 1.0], [4.0, 4.0], [4.0, 4.0]], "b": [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]}
+    # Rounds one and three by the second, 6 < 8; the second by one and three, 1 + 4 < 3 + 3.
+    assert load("switches").best_elsewhere(seconds) == ["b", "a", "b"]
+    assert load("switches").best_elsewhere({name: rounds[:1] for name, rounds in seconds.items()}) == ["a"]
