@@ -10,9 +10,9 @@ class Settings:
     """One training from nothing. The defaults are those of `make models`."""
 
     seed: int = 1
-    library_characters: int = 700_000
-    walks: int = 130
-    talks: int = 330
+    library_characters: int = 400_000
+    walks: int = 280
+    talks: int = 280
     length: int = 384
     """Tokens of a training window and of a generated sequence."""
     batch: int = 8

@@ -26,8 +26,14 @@ CPU_FLAGS = [
     *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--grammar-backend", "none"),
     *("--max-total-tokens", "8192", "--max-running-requests", "8", "--context-length", "1024"),
 ]
-DRAFT = ["--speculative-draft-model-path", str(MODELS / "draft")]
-CHAIN = ["--speculative-algorithm", "DFLASH", *DRAFT]
+
+
+def draft_flags(draft: str) -> list[str]:
+    """Of one of the drafts of the demo pair."""
+    return ["--speculative-draft-model-path", str(MODELS / draft)]
+
+
+CHAIN = ["--speculative-algorithm", "DFLASH", *draft_flags("draft")]
 
 STAGES = ("draft", "build", "verify", "commit")
 _LINE = re.compile(
@@ -38,9 +44,9 @@ _LINE = re.compile(
 )
 
 
-def tree_flags(budget: int, topk: int) -> list[str]:
+def tree_flags(budget: int, topk: int, draft: str = "draft") -> list[str]:
     return [
-        *("--speculative-algorithm", "DDTREE", *DRAFT),
+        *("--speculative-algorithm", "DDTREE", *draft_flags(draft)),
         *("--speculative-ddtree-budget", str(budget), "--speculative-ddtree-topk-cap", str(topk)),
     ]
 
@@ -113,6 +119,19 @@ class Server:
         )
         answer.raise_for_status()
         return answer.json()
+
+    def chat(self, text: str, tokens: int) -> dict[str, Any]:
+        """The first choice of a greedy chat completion."""
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": tokens,
+            "temperature": 0,
+        }
+        reply = requests.post(f"{self.url}/v1/chat/completions", json=body, timeout=600)
+        reply.raise_for_status()
+        choice: dict[str, Any] = reply.json()["choices"][0]
+        return choice
 
     def metrics(self) -> list[MetricsLine]:
         lines = []

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from models import convert
 from models.acceptance import tree_depth
+from models.card import checksum, published
 from models.generate import Decoder
 from models.network import GROWTH, INNER, SHALLOW, VOCABULARY, Target
 
@@ -76,9 +77,18 @@ def test_accept_lengths_worked_out_are_those_of_the_trees() -> None:
     assert len(depths) > 3
 
 
+MODELS = Path(__file__).resolve().parents[2] / "models"
+
+
+def test_the_published_pair_is_the_one_that_was_checked() -> None:
+    sums = dict(line.split("  ")[::-1] for line in (MODELS / "SHA256SUMS").read_text().splitlines())
+    assert sums == {str(path.relative_to(MODELS)): checksum(path) for path in published(MODELS)}
+    assert sum(path.stat().st_size for path in published(MODELS)) < 16e6
+
+
 def test_the_published_pair_fits_together() -> None:
     """Whatever the training wrote: the drafts read layers that the target has, and predict its tokens."""
-    demo = Path(__file__).resolve().parents[2] / "models/demo"
+    demo = MODELS / "demo"
     target = json.loads((demo / "target/config.json").read_text())
     for path in sorted(demo.glob("draft*")):
         draft = json.loads((path / "config.json").read_text())

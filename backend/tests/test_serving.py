@@ -17,9 +17,18 @@ from prompts import PROMPTS
 TOKENS = 128
 BATCH = 4
 TREES = {"8:4": (8, 4), "16:4": (16, 4), "16:8": (16, 8), "24:6": (24, 6), "32:8": (32, 8), "48:8": (48, 8)}
-BLOCK = 8
+#: Most tokens of a step, of any of the drafts.
+LONGEST = 16
 #: The draft's most probable token at each depth and nothing beside it, which is what the chain verifies.
 ONE_BRANCH = "7:1"
+#: The seed's three prompts.
+CHATS = (
+    "Write a Python quicksort with detailed comments.",
+    "Explain how a hash table works.",
+    "Write a function to reverse a linked list.",
+)
+#: Other drafts and what their accept lengths lie between: hardly trained, of another target, blocks of 16.
+DRAFTS = {"draft-weak": (1.0, 1.5), "draft-mismatched": (1.0, 1.1), "draft-block16": (2.0, 16.0)}
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ class Run:
     accepted: int
     histogram: list[int]
     lines: list[MetricsLine]
+    chats: list[dict[str, Any]]
 
     @property
     def accept_length(self) -> float:
@@ -41,6 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     logs = tmp_path_factory.mktemp("logs")
     flags = {"ar": [], "chain": CHAIN, ONE_BRANCH: tree_flags(7, 1)}
     flags |= {row: tree_flags(*point) for row, point in TREES.items()}
+    flags |= {draft: tree_flags(16, 4, draft) for draft in DRAFTS}
 
     @cache
     def of(row: str) -> Run:
@@ -60,8 +71,9 @@ def measure(flags: list[str], log: Path) -> Run:
             batched += server.generate(PROMPTS[start : start + BATCH], TOKENS)
         # All answers are here, so all lines have to be.
         lines = server.metrics()
+        chats = [server.chat(text, 256) for text in CHATS]
     counts = [answer["meta_info"] for answer in single + batched]
-    histogram = [0] * BLOCK
+    histogram = [0] * LONGEST
     for count in counts:
         for accepted, requests in enumerate(count.get("spec_correct_drafts_histogram") or []):
             histogram[accepted] += requests
@@ -72,6 +84,7 @@ def measure(flags: list[str], log: Path) -> Run:
         accepted=sum(count.get("spec_num_correct_drafts", 0) for count in counts),
         histogram=histogram,
         lines=lines,
+        chats=chats,
     )
 
 
@@ -90,6 +103,22 @@ def test_greedy_output_is_the_autoregressive_one(run: Any, row: str) -> None:
     assert run(row).batched == expected
 
 
+def test_answers_end_by_themselves_and_in_the_same_words(run: Any) -> None:
+    answers = run("ar").chats
+    assert [answer["finish_reason"] for answer in answers] == ["stop"] * len(CHATS)
+    texts = [answer["message"]["content"] for answer in answers]
+    assert all(len(text) > 40 for text in texts)
+    for row in ("chain", "16:4"):
+        assert [answer["message"]["content"] for answer in run(row).chats] == texts
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_bad_draft_costs_time_and_no_truth(run: Any, draft: str) -> None:
+    assert run(draft).single == run(draft).batched == run("ar").batched
+    least, most = DRAFTS[draft]
+    assert least <= run(draft).accept_length < most
+
+
 @pytest.mark.parametrize("row", ["chain", *TREES])
 def test_journal_and_responses_agree(run: Any, row: str) -> None:
     result, (budget, topk) = run(row), TREES.get(row, (0, 0))
@@ -103,7 +132,7 @@ def test_journal_and_responses_agree(run: Any, row: str) -> None:
     assert sum(line.steps for line in lines) == result.steps
     assert sum(line.tokens for line in lines) == result.accepted + result.steps
     totals = [sum(column) for column in zip(*(line.histogram for line in lines), strict=True)]
-    assert totals == result.histogram
+    assert totals == result.histogram[: len(totals)]
     for line in lines:
         assert line.average == f"{line.tokens / line.steps:.2f}"
         assert line.tokens == sum(count * (nodes + 1) for nodes, count in enumerate(line.histogram))

@@ -10,6 +10,9 @@ from pathlib import Path
 from models.corpus import library, lifecycle, topics
 
 _HERE = Path(__file__).parent
+_FAMILIES = (lifecycle.module, lifecycle.book, lifecycle.unit_tests, lifecycle.guide)
+#: The last two write short documents, and come twice for each of the others.
+_DUE = (*_FAMILIES, *_FAMILIES[2:])
 Document = list[str]
 Turn = tuple[str, str]
 
@@ -53,12 +56,12 @@ def build(seed: int, library_characters: int, walks: int, talks: int) -> Corpus:
 
 
 def _walk(stages: list[lifecycle.Stage], plural: str, number: int, rng: random.Random) -> Document:
-    """A life-cycle document of the family that is due; every other one is a conversation."""
+    """A life-cycle document of the family that is due; every fourth one is a conversation."""
     subject = lifecycle.make_subject(plural, rng)
-    families = (lifecycle.module, lifecycle.book, lifecycle.unit_tests, lifecycle.guide)
-    if number % 2:
+    round_, place = divmod(number, 4)
+    if place == 3:
         return conversation(lifecycle.conversation(stages, subject, rng))
-    return [families[number // 2 % len(families)](stages, subject, rng)]
+    return [_DUE[(3 * round_ + place) % len(_DUE)](stages, subject, rng)]
 
 
 def _talk(stages: list[lifecycle.Stage], known: list[topics.Topic], rng: random.Random) -> Document:
@@ -92,8 +95,7 @@ def _prompts(
         start = next(at for at, line in enumerate(lines) if at > 40 and line.lstrip().startswith("def "))
         prompts.append(_prompt(f"library-{number}", "library", "".join(lines[start - 6 : start + 3]), name))
     plurals = rng.sample(lifecycle.nouns(True), 8)
-    families = (lifecycle.module, lifecycle.book, lifecycle.unit_tests, lifecycle.guide)
-    for family, plural in zip(families, plurals, strict=False):
+    for family, plural in zip(_FAMILIES, plurals, strict=False):
         text = family(stages, lifecycle.make_subject(plural, rng), rng)
         prompts.append(_prompt(family.__name__, "document", text[:350], plural))
     for number, plural in enumerate(plurals[4:], start=1):
