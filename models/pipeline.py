@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -23,8 +24,8 @@ from models.tokens import encode, load_documents, train_tokenizer
 from models.training import PROCESSES, in_processes, quiet_compiler
 
 STAGES = ("corpus", "tokenizer", "target", "generate", "draft", "convert", "check", "card")
-#: What is trained depends on every line of these.
-_CODE = (tokens, network, optimiser, training, target, generate, draft)
+#: What the targets depend on, every line of it; the generated text and the drafts depend on their own, too.
+_TARGET_CODE = (tokens, network, optimiser, training, target)
 _PLAIN, _BLOCK16, _WEAK, _MISMATCHED = "draft", "draft-block16", "draft-weak", "draft-mismatched"
 
 
@@ -37,12 +38,14 @@ class Pipeline:
         self.corpus = build(one.seed, one.library_characters, one.walks, one.talks)
         # The text itself, as it changes with its templates and with the Python whose library it quotes; and
         # the code, as shapes, rates and losses are in it.
-        corpus = (_digest(json.dumps(asdict(self.corpus))), _digest(*map(inspect.getsource, _CODE)))
+        corpus = (_digest(json.dumps(asdict(self.corpus))), _code(*_TARGET_CODE))
         target = (*corpus, one.length, one.batch, one.shallow_steps, one.deep_steps)
-        generated = (*target, one.generate_batches, one.generate_size)
-        drafted = (*generated, one.draft_batch, one.draft_blocks)
+        generated = (*target, _code(generate), one.generate_batches, one.generate_size)
+        trained = (_code(draft), one.draft_batch, one.draft_blocks)
         other = (*corpus, one.length, one.batch, one.other_steps)
-        mismatched = (*other, one.other_size, one.draft_batch, one.draft_blocks, one.mismatched_steps)
+        other_generated = (*other, _code(generate), one.other_size)
+        drafted = (*generated, *trained)
+        mismatched = (*other_generated, *trained, one.mismatched_steps)
         self.recipes = (
             Recipe(_PLAIN, 8, one.draft_steps),
             Recipe(_BLOCK16, 16, one.block16_steps, warm=True),
@@ -55,7 +58,7 @@ class Pipeline:
         self.target = _folder(work, "target", *target)
         self.generated = _folder(work, "generated", *generated)
         self.other = _folder(work, "other-target", *other)
-        self.other_generated = _folder(work, "other-generated", *other, one.other_size)
+        self.other_generated = _folder(work, "other-generated", *other_generated)
         self.drafts = {
             _PLAIN: _folder(work, _PLAIN, *drafted, one.draft_steps),
             _BLOCK16: _folder(work, _BLOCK16, *drafted, one.draft_steps, one.block16_steps),
@@ -161,6 +164,10 @@ class Pipeline:
 
 def _digest(*texts: str) -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def _code(*modules: ModuleType) -> str:
+    return _digest(*map(inspect.getsource, modules))
 
 
 def _folder(work: Path, name: str, *settings: object) -> Path:

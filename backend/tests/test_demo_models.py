@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from models.acceptance import tree_depth
 from models.card import checksum, published
 from models.generate import Decoder
 from models.network import GROWTH, INNER, SHALLOW, VOCABULARY, Target
+from models.pipeline import Pipeline
+from models.settings import SMOKE, Settings
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,37 @@ def test_accept_lengths_worked_out_are_those_of_the_trees() -> None:
         assert tree_depth(log_probs, wanted, 12) == deepest
         depths.add(deepest)
     assert len(depths) > 3
+
+
+def test_a_stage_is_done_again_if_what_it_depends_on_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folders(settings: Settings = SMOKE) -> dict[str, Path]:
+        made = Pipeline(settings, tmp_path / "work", tmp_path / "out")
+        return {"target": made.target, "generated": made.generated, "other": made.other, **made.drafts}
+
+    def changed(settings: Settings = SMOKE) -> set[str]:
+        return {name for name, folder in folders(settings).items() if folder != before[name]}
+
+    before = folders()
+    assert changed() == set()
+    assert changed(replace(SMOKE, weak_steps=5)) == {"draft-weak"}
+    assert changed(replace(SMOKE, draft_steps=13)) == {"draft", "draft-block16"}
+    assert changed(replace(SMOKE, talks=31)) == set(before)
+    drafts = {"draft", "draft-block16", "draft-weak", "draft-mismatched"}
+    source = inspect.getsource
+    for module, expected in (
+        ("draft", drafts),
+        ("generate", {"generated", *drafts}),
+        ("network", set(before)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                inspect,
+                "getsource",
+                lambda one, module=module: source(one) + "#" * (one.__name__ == f"models.{module}"),
+            )
+            assert changed() == expected
 
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
