@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from models.settings import Settings
 
 _TEXT = """# The demo pair
 
-A tiny Qwen3 target and DFlash drafts for it, for the demo and the tests. They answer a few questions about
-Python in readable text and know nothing else. Made by the repository's `models/` from nothing (`make models`,
-two CPU cores, under an hour): `corpus` the text, `tokenizer`, `target`, `generate` the target's own
-continuations, `draft`, `convert`, `check`, `card`. Every schedule counts steps: a stopped training goes on.
+A tiny Qwen3 target and DFlash drafts for it, so that `make demo`, the tests and the benchmarks run the real
+SGLang on two CPU cores and still show the shape of a large model's curve: a fixed cost a step, a small cost a
+node, an accept length that grows with the budget. They answer a few questions about Python in readable text and
+know nothing else: not for anything a person should rely on.
 
 - Target: {layers} layers (trained as {shallow}, then grown), hidden {hidden}, MLP {inner},
   {vocabulary} byte-level tokens.
@@ -46,9 +47,21 @@ By category, chain / tree:
   {texts}.
 - Periodic at the end of {tokens} greedy tokens: {periodic} of {held_out} held-out prompts.
 - Chat prompts whose answer ends by itself within {tokens} tokens: {ended} of {chats} (median {median:g}).
+- Speed on SGLang: `docs/benchmarks.md`.
 
-## Settings
-{settings}
+## Training it again
+`make models` makes a pair from nothing in `build/models`, on two cores in about half an hour (with `g++`; longer
+without). Its stages: `corpus` the text, `tokenizer`, `target`, `generate` the target's own continuations, `draft`,
+`convert`, `check`, `card` (this page). Every schedule counts steps, and a stopped training goes on, also after
+`make clean`: what is trained stays in `~/.cache/arborist/models`. `training.log` is the log of a training from
+nothing. `.venv-engine/bin/python -m models --help`, from the root of the repository, has the options, and
+
+    .venv-engine/bin/python benchmarks/engine.py --models build/models/demo --check
+
+says whether a pair is worth tuning.
+
+Settings:
+{settings}.
 """
 
 
@@ -91,7 +104,7 @@ def write_card(out: Path, settings: Settings, figures: dict[str, Any]) -> None:
         ended=ends["ended"],
         chats=ends["of"],
         median=ends["median"],
-        settings=", ".join(f"{name} {value}" for name, value in asdict(settings).items()),
+        settings=textwrap.fill(", ".join(f"{name} {value}" for name, value in asdict(settings).items()), 110),
     )
     (out / "README.md").write_text(text, encoding="utf-8")
     files = published(out)

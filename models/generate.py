@@ -32,7 +32,8 @@ from models.settings import Settings
 from models.tokens import Encoded
 from models.training import save
 
-_TEMPERATURE = 0.7
+_TEMPERATURE = 1.0
+"""A draft that has only seen what the target likes best puts all on it where two words are as good."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Decoder:
         # A target that hasn't grown has the same outputs at the layers it would have grown from.
         self.taps = TAPS if len(self.weights) == LAYERS else tuple(tap // GROWTH for tap in TAPS)
 
-    def continue_text(self, prefixes: Tensor, length: int, sampled: Tensor | None = None) -> Sequences:
-        """Continue prefixes [N, P] to ``length`` tokens: greedily, but sampled where ``sampled`` [N]."""
+    def continue_text(self, prefixes: Tensor, length: int, temperature: float = 0.0) -> Sequences:
+        """Continue prefixes [N, P] to ``length`` tokens: greedily, or sampled at a temperature above 0."""
         count, prefix = prefixes.shape
         shape = (len(self.weights), count, KV_HEADS, length, HEAD)
         keys, values = torch.empty(shape, dtype=self.dtype), torch.empty(shape, dtype=self.dtype)
@@ -89,10 +90,10 @@ class Decoder:
                 features[:, start:end] = torch.cat(tapped, -1)
                 if end < length:
                     logits = F.linear(rms_norm(x[:, -1], self.norm).to(self.dtype), self.head).float()
-                    ids[:, end] = logits.argmax(-1)
-                    if sampled is not None:
-                        drawn = torch.multinomial(torch.softmax(logits / _TEMPERATURE, -1), 1)[:, 0]
-                        ids[:, end] = torch.where(sampled, drawn, ids[:, end])
+                    if temperature:
+                        ids[:, end] = torch.multinomial(torch.softmax(logits / temperature, -1), 1)[:, 0]
+                    else:
+                        ids[:, end] = logits.argmax(-1)
                 start, end = end, end + 1
         return Sequences(ids, features, torch.full((count,), prefix))
 
@@ -114,8 +115,7 @@ def generate(
         count = min(64, size) if validation else size
         prefix = 64 if validation else int(rng.integers(16, 128))
         prefixes = (held_out if validation else corpus).windows(count, prefix, rng)
-        sampled = None if validation else torch.arange(count) % 10 >= 7
-        made = decoder.continue_text(prefixes, settings.length, sampled)
+        made = decoder.continue_text(prefixes, settings.length, 0.0 if validation else _TEMPERATURE)
         save({"ids": made.ids.to(torch.int16), "features": made.features, "begin": made.begin}, path)
         seconds = time.perf_counter() - began
         if rank == 0:
