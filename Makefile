@@ -114,7 +114,7 @@ benchmark: engine ## speed of the parts, as ratios in one run each (Markdown; a 
 	@$(ENGINE)/bin/python benchmarks/switches.py trace
 	@$(ENGINE)/bin/python benchmarks/engine.py
 
-models: engine ## train a demo pair from nothing into build/models (two cores, under an hour; goes on where it stopped)
+models: engine ## train a demo pair from nothing into build/models (two cores, half an hour; goes on where it stopped)
 	@$(ENGINE)/bin/python -m models
 
 # --- keeping house ------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from models.settings import Settings
 _TEXT = """# The demo pair
 
 A tiny Qwen3 target and DFlash drafts for it, so that `make demo`, the tests and the benchmarks run the real
-SGLang on two CPU cores and still show the shape of a large model's curve: a fixed cost a step, a small cost a
-node, an accept length that grows with the budget. They answer a few questions about Python in readable text and
-know nothing else: not for anything a person should rely on.
+SGLang on two CPU cores and still show the shape of a large model's curve: a fixed cost a step, a small cost
+a node, an accept length that grows with the budget. They answer a few questions about Python in readable
+text and know nothing else: not for anything a person should rely on.
 
 - Target: {layers} layers (trained as {shallow}, then grown), hidden {hidden}, MLP {inner},
   {vocabulary} byte-level tokens.
@@ -50,11 +50,12 @@ By category, chain / tree:
 - Speed on SGLang: `docs/benchmarks.md`.
 
 ## Training it again
-`make models` makes a pair from nothing in `build/models`, on two cores in about half an hour (with `g++`; longer
-without). Its stages: `corpus` the text, `tokenizer`, `target`, `generate` the target's own continuations, `draft`,
-`convert`, `check`, `card` (this page). Every schedule counts steps, and a stopped training goes on, also after
-`make clean`: what is trained stays in `~/.cache/arborist/models`. `training.log` is the log of a training from
-nothing. `.venv-engine/bin/python -m models --help`, from the root of the repository, has the options, and
+`make models` makes a pair from nothing in `build/models`, on two cores in about half an hour (with `g++`;
+longer without). Its stages: `corpus` the text, `tokenizer`, `target`, `generate` the target's own
+continuations, `draft`, `convert`, `check`, `card` (this page). Every schedule counts steps, and a stopped
+training goes on, also after `make clean`: what is trained stays in `~/.cache/arborist/models`.
+`training.log` is the log of a training from nothing. `.venv-engine/bin/python -m models --help`, from the
+root of the repository, has the options, and
 
     .venv-engine/bin/python benchmarks/engine.py --models build/models/demo --check
 

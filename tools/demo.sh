@@ -12,8 +12,9 @@ cd "$(dirname "$0")/.."
 grid=${GRID:-seed}
 tokens=${TOKENS:-64}
 sweep=(-e "grid=$grid" -e "sweep_tokens=$tokens")
-# What measures the rows is part of the study's name: rows of an older measurement are not gone on with.
-measure=$(cat tuning/*.py tuning/data/* | sha256sum | cut -c1-6)
+# What measures the rows and what is measured are part of the study's name: rows of an older measurement or of
+# other models are not gone on with.
+measure=$(cat tuning/*.py tuning/data/* models/SHA256SUMS | sha256sum | cut -c1-6)
 [[ -n ${FRESH-} ]] || sweep+=(-e "sweep_study=demo-$tokens-$measure" -e sweep_resume=true)
 host=demo1
 address=10.90.0.11
