@@ -7,18 +7,15 @@ One server with the demo pair, one prompt at a time. In every round each prompt 
 the settings in an order that moves on from prompt to prompt, so that a ratio compares neighbours in time.
 Ratios are of sums over all prompts, with a 95 % interval from resampling the prompts: the same prompt says
 the same again in every round, so that rounds alone would not tell how far other prompts would agree. The
-best fixed budget that a round is compared with is the best of other rounds.
+best fixed budget that a round is compared with is the best of other rounds, if there are any.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
-import json
 import random
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "backend/tests"))
 import engine
 import requests
 from prompts import PROMPTS as FEW
+from prompts import TEXT
 
 MOST, TOPK_CAP, TOKENS = 64, 8, 128
-SOURCE = inspect.getsource(textwrap) + inspect.getsource(json)
-PROMPTS = [*FEW, *(SOURCE[start : start + 200] for start in range(0, 24 * 900, 900))]
+PROMPTS = [*FEW, *(TEXT[start : start + 200] for start in range(0, 24 * 900, 900))]
 FIXED = (4, 8, 12, 16, 24, 32, 64)
 OFF = {"ddtree_budget": MOST, "ddtree_adaptive": 0, "ddtree_record": 0}
 #: Figures by setting, round and prompt.
-Times = dict[str, list[list[float]]]
+Figures = dict[str, list[list[float]]]
 SETTINGS = {
     "adaptive": {
         **{f"budget {budget}": {"ddtree_budget": budget} for budget in FIXED},
@@ -74,7 +71,7 @@ def interval(above: Sequence[float], below: Sequence[float]) -> tuple[float, flo
     return ratio(places), ratios[49], ratios[-50]
 
 
-def best_elsewhere(seconds: Times) -> list[str]:
+def best_elsewhere(seconds: Figures) -> list[str]:
     """For each round the setting that took least in those that are odd where it is even, and the other way.
 
     The best of a round's own would be partly the luckiest, and nothing would come up to it.
@@ -105,8 +102,8 @@ def main() -> None:
     settings = SETTINGS[given.what]
     names = list(settings)
     # By setting, round and prompt.
-    seconds: Times = {name: [] for name in names}
-    steps: Times = {name: [] for name in names}
+    seconds: Figures = {name: [] for name in names}
+    steps: Figures = {name: [] for name in names}
     with (
         tempfile.TemporaryDirectory(prefix="switches-") as folder,
         engine.serve(
@@ -126,10 +123,13 @@ def main() -> None:
             print(f"round {number + 1} of {given.rounds}", file=sys.stderr, flush=True)
     fixed = [name for name in names if name != given.what]
     best = best_elsewhere({name: seconds[name] for name in fixed})
+    compared = ", ".join(dict.fromkeys(best))
+    if len(fixed) > 1 and given.rounds > 1:
+        compared += ", the best of the other rounds"
     total = len(PROMPTS) * TOKENS * given.rounds
     print(
         f"\nBudget at most {MOST}, topk cap {TOPK_CAP}, {len(PROMPTS)} prompts of {TOKENS} tokens, "
-        f"{given.rounds} rounds; ratios to {', '.join(best)}, the best of the other rounds.\n"
+        f"{given.rounds} rounds; ratios to {compared}.\n"
     )
     print("| setting | tok/s | accept length | ms a step | speed | 95 % | time of a step | 95 % |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")

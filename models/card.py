@@ -26,7 +26,7 @@ text and know nothing else: not for anything a person should rely on.
 - Text: parts of CPython's standard library (PSF-2.0; at most {library} characters) and text written for this
   project (Apache-2.0).
   `prompts.json`: ten prompts about files and things that no training saw. The workload's prompts
-  (`tuning/data/prompts.json`) and their answers are mostly part of the text; `known` below are such.
+  (`tuning/data/prompts.json`) and their answers are mostly part of the text; `known` below are of that kind.
 - The weights are Apache-2.0, float16 on disk. `SHA256SUMS` has the check sums.
 
 ## Measured

@@ -32,7 +32,7 @@ from models.settings import Settings
 from models.tokens import Encoded
 from models.training import save
 
-_TEMPERATURE = 1.0
+_TEMPERATURE = 0.8
 """A draft that has only seen what the target likes best puts all on it where two words are as good."""
 
 

@@ -44,14 +44,11 @@ class Pipeline:
         trained = (_code(draft), one.draft_batch, one.draft_blocks)
         other = (*corpus, one.length, one.batch, one.other_steps)
         other_generated = (*other, _code(generate), one.other_size)
-        drafted = (*generated, *trained)
-        mismatched = (*other_generated, *trained, one.mismatched_steps)
-        self.recipes = (
-            Recipe(_PLAIN, 8, one.draft_steps),
-            Recipe(_BLOCK16, 16, one.block16_steps, warm=True),
-            Recipe(_WEAK, 8, one.weak_steps),
-            Recipe(_MISMATCHED, 8, one.mismatched_steps),
-        )
+        plain = Recipe(_PLAIN, 8, one.draft_steps)
+        block16 = Recipe(_BLOCK16, 16, one.block16_steps, warm=True)
+        weak = Recipe(_WEAK, 8, one.weak_steps)
+        mismatched = Recipe(_MISMATCHED, 8, one.mismatched_steps)
+        self.recipes = (plain, block16, weak, mismatched)
         # A folder's name tells the settings its content depends on, so another setting finds another folder.
         self.text = _folder(work, "text", *corpus)
         self._figures = work / "figures.json"
@@ -60,10 +57,10 @@ class Pipeline:
         self.other = _folder(work, "other-target", *other)
         self.other_generated = _folder(work, "other-generated", *other_generated)
         self.drafts = {
-            _PLAIN: _folder(work, _PLAIN, *drafted, one.draft_steps),
-            _BLOCK16: _folder(work, _BLOCK16, *drafted, one.draft_steps, one.block16_steps),
-            _WEAK: _folder(work, _WEAK, *drafted, one.weak_steps),
-            _MISMATCHED: _folder(work, _MISMATCHED, *mismatched),
+            _PLAIN: _folder(work, _PLAIN, *generated, *trained, plain),
+            _BLOCK16: _folder(work, _BLOCK16, *generated, *trained, plain, block16),
+            _WEAK: _folder(work, _WEAK, *generated, *trained, weak),
+            _MISMATCHED: _folder(work, _MISMATCHED, *other_generated, *trained, mismatched),
         }
 
     def run(self, stages: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@
 #
 #   GRID=quick TOKENS=128 make demo   another grid (default: seed), longer answers (default: 64 tokens)
 #   FRESH=1 make demo                 measure every row again; otherwise rows that an earlier demo measured with the
-#                                     same engine, command, environment and measurement are kept, and said to be
+#                                     same engine, models, command, environment and measurement are kept, and said to be
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,7 @@ tokens=${TOKENS:-64}
 sweep=(-e "grid=$grid" -e "sweep_tokens=$tokens")
 # What measures the rows and what is measured are part of the study's name: rows of an older measurement or of
 # other models are not gone on with.
-measure=$(cat tuning/*.py tuning/data/* models/SHA256SUMS | sha256sum | cut -c1-6)
+measure=$(cat tuning/*.py tuning/data/* models/demo/*/* | sha256sum | cut -c1-6)
 [[ -n ${FRESH-} ]] || sweep+=(-e "sweep_study=demo-$tokens-$measure" -e sweep_resume=true)
 host=demo1
 address=10.90.0.11

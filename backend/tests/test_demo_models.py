@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import sys
@@ -15,9 +16,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from models import convert
+from models import convert, pipeline
 from models.acceptance import tree_depth
-from models.card import checksum, published
+from models.draft import Recipe
 from models.generate import Decoder
 from models.network import GROWTH, INNER, SHALLOW, VOCABULARY, Target
 from models.pipeline import Pipeline
@@ -58,6 +59,22 @@ def test_decoding_step_by_step_is_the_whole_text(target: Target) -> None:
     assert torch.equal(made.ids[:, 9:], likeliest[:, 8:-1])
 
 
+def test_sampling_follows_the_temperature(target: Target) -> None:
+    decoder = Decoder(target, torch.float32)
+    prefix = torch.randint(VOCABULARY, (1, 9))
+    torch.manual_seed(5)
+    cold = decoder.continue_text(prefix.expand(20, -1), 11, 1e-4).ids
+    assert torch.equal(cold, decoder.continue_text(prefix, 11).ids.expand(20, -1))
+    with torch.no_grad():
+        probabilities = (target(prefix)[0, -1] / 2.0).softmax(-1)
+    drawn = decoder.continue_text(prefix.expand(3000, -1), 10, 2.0).ids[:, 9]
+    top = probabilities.topk(5).indices
+    shares = torch.stack([(drawn == token).float().mean() for token in top])
+    # Five standard deviations of a share.
+    error = (probabilities[top] * (1 - probabilities[top]) / 3000).sqrt()
+    assert ((shares - probabilities[top]).abs() < 5 * error).all()
+
+
 def test_published_and_read_again(target: Target) -> None:
     again = Target.from_published(target.published())
     for name, value in target.state_dict().items():
@@ -96,6 +113,11 @@ def test_a_stage_is_done_again_if_what_it_depends_on_changed(
     assert changed(replace(SMOKE, weak_steps=5)) == {"draft-weak"}
     assert changed(replace(SMOKE, draft_steps=13)) == {"draft", "draft-block16"}
     assert changed(replace(SMOKE, talks=31)) == set(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            pipeline, "Recipe", lambda name, block, *rest, **more: Recipe(name, min(block, 12), *rest, **more)
+        )
+        assert changed() == {"draft-block16"}
     drafts = {"draft", "draft-block16", "draft-weak", "draft-mismatched"}
     source = inspect.getsource
     for module, expected in (
@@ -115,10 +137,13 @@ def test_a_stage_is_done_again_if_what_it_depends_on_changed(
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
 
-def test_the_published_pair_is_the_one_that_was_checked() -> None:
+def test_the_published_pair_has_its_check_sums_and_is_small() -> None:
     sums = dict(line.split("  ")[::-1] for line in (MODELS / "SHA256SUMS").read_text().splitlines())
-    assert sums == {str(path.relative_to(MODELS)): checksum(path) for path in published(MODELS)}
-    assert sum(path.stat().st_size for path in published(MODELS)) < 16e6
+    files = {path: path.read_bytes() for path in (MODELS / "demo").rglob("*") if path.is_file()}
+    assert sums == {
+        str(path.relative_to(MODELS)): hashlib.sha256(content).hexdigest() for path, content in files.items()
+    }
+    assert sum(map(len, files.values())) < 16e6
 
 
 def test_the_published_pair_fits_together() -> None:

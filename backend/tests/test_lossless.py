@@ -5,17 +5,15 @@ One server holds the largest tree; all smaller ones are asked for request by req
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import json
 import os
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import requests
 from engine import Server, serve, tree_flags
+from prompts import TEXT
 
 POINTS = [
     *((1, 1), (3, 2), (4, 4), (7, 1), (8, 4), (13, 3)),
@@ -33,9 +31,8 @@ SHARES = 1 if WHOLE else 4
 
 def sources() -> list[str]:
     """Fifty prompts from 1 to about 250 tokens, some of which begin alike."""
-    text = inspect.getsource(textwrap) + inspect.getsource(json)
-    lines = text.splitlines(keepends=True)
-    made = [text[i * 211 : i * 211 + 3 + 17 * i] for i in range(40)]
+    lines = TEXT.splitlines(keepends=True)
+    made = [TEXT[i * 211 : i * 211 + 3 + 17 * i] for i in range(40)]
     made += ["".join(lines[: 2 + i]) for i in range(10)]
     return made
 
