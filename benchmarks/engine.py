@@ -43,7 +43,7 @@ import requests
 from models.corpus.build import chat
 
 ROOT = Path(__file__).resolve().parents[1]
-POINTS = (*((budget, 8) for budget in (4, 8, 16, 24, 32, 48, 64)), (16, 1), (16, 4))
+POINTS = (*((budget, 8) for budget in (4, 8, 16, 24, 32, 64)), (16, 1), (16, 4))
 #: What the CPU engine of the tests runs at once.
 MOST_CONCURRENT = 8
 WARM_UP_TOKENS, RESAMPLES = 64, 2000
@@ -480,7 +480,7 @@ def arguments() -> argparse.Namespace:
         help="also a tree each of draft-NAME/, at the budget nearest to 16: weak,mismatched",
     )
     parser.add_argument("--rounds", type=positive, default=6, help="turns of each arm (default: %(default)s)")
-    parser.add_argument("--tokens", type=positive, default=256, help="of each answer (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=128, help="of each answer (default: %(default)s)")
     parser.add_argument(
         "--prompts",
         type=Path,
