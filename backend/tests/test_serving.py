@@ -73,7 +73,7 @@ def measure(flags: list[str], log: Path, chatty: bool = False) -> Run:
             batched += server.generate(PROMPTS[start : start + BATCH], TOKENS)
         # All answers are here, so all lines have to be.
         lines = server.metrics()
-        chats = [server.chat(text, 256) for text in CHATS if chatty]
+        chats = [server.chat(text, 512) for text in CHATS if chatty]
     counts = [answer["meta_info"] for answer in single + batched]
     histogram = [0] * LONGEST
     for count in counts:
