@@ -1,8 +1,8 @@
 """Plain decoding, DFLASH's chain and DDTREE's trees on the demo pair: speed, accept length, times of a step.
 
     .venv-engine/bin/python benchmarks/engine.py                              (a quiet machine)
-    .venv-engine/bin/python benchmarks/engine.py --models build/models/demo --check --block16 \
-        --drafts weak,mismatched                        (after make models, which trains those drafts)
+    .venv-engine/bin/python benchmarks/engine.py --models build/models/demo --check
+    .venv-engine/bin/python benchmarks/engine.py --block16 --drafts weak,mismatched --concurrency 1,4
 
 One server each for plain decoding and the chain, and one for all trees of a draft: it is started for the
 largest budget and topk cap and switched while it runs. Without CUDA graphs a verify is as wide as the budget
@@ -136,7 +136,7 @@ def speed(turns: Sequence[Turn]) -> float:
 
 
 def accept_length(turns: Sequence[Turn]) -> float:
-    """Committed tokens over verify steps, summed before they are divided; the first is the prefill's."""
+    """Tokens of the answers over verify steps, summed before they are divided; the first is the prefill's."""
     answers = [answer for turn in turns for answer in turn.answers]
     return sum(len(answer.tokens) - 1 for answer in answers) / sum(answer.steps for answer in answers)
 
@@ -309,8 +309,8 @@ def report(given: argparse.Namespace, results: Results, prompts: int) -> str:
         f"seed {given.seed}; "
         f"SGLang {importlib.metadata.version('sglang')} on the CPU, {os.cpu_count()} cores.",
         "`x plain` and `x chain`: how many times as fast as plain decoding and as the chain of `draft`, in "
-        "the same run, with 95 % intervals over rounds and prompts. Accept length: committed tokens over "
-        "verify steps. "
+        "the same run, with 95 % intervals over rounds and prompts. Accept length: tokens of the answers "
+        "over verify steps; what a last step commits past the limit is not in it. "
         "`ms a step`: of a request from start to end; `rest` is what lies outside the stages: scheduler, "
         "prefill, HTTP. `equal`: answers with the very tokens of plain decoding.",
     ]
@@ -419,17 +419,22 @@ def points(text: str) -> list[Point]:
 
 def default_prompts(models: Path) -> tuple[str, list[str]]:
     """What they are, and the texts: the seed's as chats, and those that no training saw."""
-    seed = [chat(text) for text in load_prompts(ROOT / "tuning/data/prompts.json")[:3]]
+    first = [chat(text) for text in load_prompts(ROOT / "tuning/data/prompts.json")[:3]]
     held_out = models.parent / "prompts.json"
     if held_out.exists():
-        return "the seed's three, and ten that no training saw", seed + load_prompts(held_out)
-    return "the seed's three", seed
+        return (
+            "the first three of tuning/data/prompts.json, and ten that no training saw",
+            first + load_prompts(held_out),
+        )
+    return "the first three of tuning/data/prompts.json", first
 
 
 def load_prompts(path: Path) -> list[str]:
     """Prompts of a JSON file: a list of texts, or of objects with a ``text``."""
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(items, list):
+            raise TypeError(f"found {type(items).__name__}")
         texts = [item["text"] if isinstance(item, dict) else item for item in items]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(
@@ -486,8 +491,8 @@ def arguments() -> argparse.Namespace:
         type=Path,
         metavar="FILE",
         help="JSON list of texts, or of objects with a text "
-        "(default: the seed's three as chats, and those of prompts.json beside the models' folder, if it is "
-        "there, which no training saw)",
+        "(default: the first three of tuning/data/prompts.json as chats, and those of prompts.json beside "
+        "the models' folder, if it is there, which no training saw)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the order of the arms (default: %(default)s)")
     parser.add_argument(
@@ -506,6 +511,10 @@ def arguments() -> argparse.Namespace:
                 f"{given.models / folder} has no config.json: expected a model; see --models, --drafts "
                 "(make models trains them)"
             )
+    if given.output and not given.output.resolve().parent.is_dir():
+        parser.error(
+            f"--output {given.output}: found no folder {given.output.resolve().parent}, expected one"
+        )
     return given
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from models.pipeline import STAGES, Pipeline
 from models.settings import SMOKE, Settings
 
@@ -41,7 +43,10 @@ def main() -> None:
     if options.smoke and options.out.resolve() in (DEFAULT_OUT, Path(__file__).resolve().parent):
         parser.error("--smoke would overwrite a trained pair: give another folder with --out")
     settings = SMOKE if options.smoke else Settings()
-    Pipeline(settings, options.work, options.out).run(tuple(options.stage))
+    try:
+        Pipeline(settings, options.work, options.out).run(tuple(options.stage))
+    except (OSError, ValueError, SafetensorError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,8 @@ def _write(weights: Path, configuration: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     halves = {name: value.half() for name, value in load_file(weights).items()}
     save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    # It is written for its owner alone, and a service runs as another user.
+    (folder / "model.safetensors").chmod(0o644)
     _json(configuration, folder / "config.json")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import inspect
 import json
@@ -51,7 +52,7 @@ class Pipeline:
         self.recipes = (plain, block16, weak, mismatched)
         # A folder's name tells the settings its content depends on, so another setting finds another folder.
         self.text = _folder(work, "text", *corpus)
-        self._figures = work / "figures.json"
+        self._figures, self._lock = work / "figures.json", work / ".lock"
         self.target = _folder(work, "target", *target)
         self.generated = _folder(work, "generated", *generated)
         self.other = _folder(work, "other-target", *other)
@@ -64,7 +65,20 @@ class Pipeline:
         }
 
     def run(self, stages: tuple[str, ...]) -> None:
-        """Run these stages in their order."""
+        """Run these stages in their order.
+
+        Raises ValueError if another training works in the same folder.
+        """
+        with self._lock.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another training works in {self._lock.parent}: wait for it, or give another --work"
+                ) from None
+            self._run(stages)
+
+    def _run(self, stages: tuple[str, ...]) -> None:
         quiet_compiler()
         self.out.mkdir(parents=True, exist_ok=True)
         jobs: dict[str, Callable[[], None]] = {stage: getattr(self, f"_{stage}") for stage in STAGES}
@@ -148,7 +162,9 @@ class Pipeline:
         self._figures.write_text(json.dumps({"of": self._checked(), **figures}, indent=1), encoding="utf-8")
 
     def _card(self) -> None:
-        figures = json.loads(self._figures.read_text(encoding="utf-8")) if self._figures.exists() else {}
+        if not self._figures.exists():
+            raise ValueError(f"{self.out} was not checked yet: run the stage check first")
+        figures = json.loads(self._figures.read_text(encoding="utf-8"))
         if figures.get("of") != self._checked():
             raise ValueError(f"{self.out} holds other files than were checked: run the stage check first")
         write_card(self.out, self.settings, figures)

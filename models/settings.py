@@ -54,4 +54,4 @@ SMOKE = Settings(
     checkpoint_every=5,
     greedy_tokens=48,
 )
-"""The whole pipeline in a minute or two; the result is worth nothing."""
+"""The whole pipeline in some minutes; the result is worth nothing."""

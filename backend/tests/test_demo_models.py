@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from sglang_ddtree.tree import grow_tree
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -57,6 +58,27 @@ def test_decoding_step_by_step_is_the_whole_text(target: Target) -> None:
     with torch.no_grad():
         likeliest = target(made.ids).argmax(-1)
     assert torch.equal(made.ids[:, 9:], likeliest[:, 8:-1])
+
+
+def test_written_weights_are_for_everyone_to_read(target: Target, tmp_path: Path) -> None:
+    weights = tmp_path / "target.safetensors"
+    save_file(target.published(), weights)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    convert.write_target(weights, tmp_path / "tokenizer.json", tmp_path / "out")
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in (tmp_path / "out").iterdir())
+
+
+def test_two_trainings_in_one_folder_are_refused(tmp_path: Path) -> None:
+    one, other = (Pipeline(SMOKE, tmp_path / "work", tmp_path / name) for name in ("one", "other"))
+
+    def second() -> None:
+        with pytest.raises(ValueError, match="another training works in"):
+            other.run(("corpus",))
+
+    one._corpus = second  # type: ignore[method-assign]
+    one.run(("corpus",))
+    assert not (tmp_path / "other").exists()
+    other.run(("corpus",))
 
 
 def test_sampling_follows_the_temperature(target: Target) -> None:
