@@ -17,7 +17,8 @@ import pytest
 import requests
 from engine import Server, serve, tree_flags
 
-PROMPT = "def read(self, path):\n    with open(path"
+#: Two of six days follow, each as likely as the others at every temperature, and the draft knows as much.
+PROMPT = "<|im_start|>user\nThree people can meet on"
 #: For each of the settings. More find smaller faults, and take longer: 3500 takes six minutes.
 DRAWS = int(os.environ.get("DDTREE_DRAWS", "1000"))
 BATCH = 48
