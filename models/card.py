@@ -53,13 +53,13 @@ By category, chain / tree:
 `make models` makes a pair from nothing in `build/models`, on two cores in about half an hour (with `g++`;
 longer without). Its stages: `corpus` the text, `tokenizer`, `target`, `generate` the target's own
 continuations, `draft`, `convert`, `check`, `card` (this page). Every schedule counts steps, and a stopped
-training goes on, also after `make clean`: what is trained stays in `~/.cache/arborist/models`.
-`training.log` is the log of a training from nothing. `.venv-engine/bin/python -m models --help`, from the
-root of the repository, has the options, and
+training goes on, also after `make clean`: what is trained stays in `~/.cache/arborist/models`, about 1 GB
+for each set of settings. `.venv-engine/bin/python -m models --help`, from the root of the repository, has
+the options, and
 
     .venv-engine/bin/python benchmarks/engine.py --models build/models/demo --check
 
-says whether a pair is worth tuning.
+says whether a pair is worth tuning. To put it in place of this one, copy `build/models/` over `models/`.
 
 Settings:
 {settings}.
