@@ -13,21 +13,24 @@ from models.corpus.build import build, chat
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _texts(path: str) -> list[str]:
-    return [item["text"] for item in json.loads((ROOT / path).read_text(encoding="utf-8"))]
+def _items(path: str) -> list[dict[str, str]]:
+    items: list[dict[str, str]] = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    return items
 
 
-_HELD_OUT = json.loads((ROOT / "models/prompts.json").read_text(encoding="utf-8"))
-_DOCUMENTS, _CHATS = (
-    [one["text"] for one in _HELD_OUT if one["category"] == c] for c in ("document", "chat")
-)
+def _held_out(category: str) -> list[str]:
+    return [item["text"] for item in _items("models/prompts.json") if item["category"] == category]
+
+
+#: Questions; the first three are the seed's.
+WORKLOAD = [item["text"] for item in _items("tuning/data/prompts.json")]
 
 #: Twelve, no two of them of the same length: four of documents and two of chats that no training saw, and the
 #: first of the workload.
 PROMPTS = [
-    *(text[: 80 + 90 * number] for number, text in enumerate(_DOCUMENTS)),
-    *_CHATS[:2],
-    *(chat(text) for text in _texts("tuning/data/prompts.json")[:6]),
+    *(text[: 80 + 90 * number] for number, text in enumerate(_held_out("document"))),
+    *_held_out("chat")[:2],
+    *map(chat, WORKLOAD[:6]),
 ]
 
 #: Documents and conversations of the kind that the pair was trained on.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine import CHAIN, MetricsLine, serve, tree_flags
-from prompts import PROMPTS
+from prompts import PROMPTS, WORKLOAD
 
 TOKENS = 128
 BATCH = 4
@@ -21,12 +21,7 @@ TREES = {"8:4": (8, 4), "16:4": (16, 4), "16:8": (16, 8), "24:6": (24, 6), "32:8
 LONGEST = 16
 #: The draft's most probable token at each depth and nothing beside it, which is what the chain verifies.
 ONE_BRANCH = "7:1"
-#: The seed's three prompts.
-CHATS = (
-    "Write a Python quicksort with detailed comments.",
-    "Explain how a hash table works.",
-    "Write a function to reverse a linked list.",
-)
+CHATS = WORKLOAD[:3]
 CHATTY = ("ar", "chain", "16:4")
 #: A draft that was hardly trained and one of another target, and what their accept lengths stay below.
 BAD_DRAFTS = {"draft-weak": 1.5, "draft-mismatched": 1.1}
