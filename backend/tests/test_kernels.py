@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import struct
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from sglang_ddtree.cpu import sgl_kernel
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang_ddtree.cpu import attention, sgl_kernel
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -79,3 +83,107 @@ def test_murmur_hash() -> None:
         [murmur3(struct.pack("<QII", seed, position, column)) for column in columns]
         for seed, position in zip(seeds, positions, strict=True)
     ]
+
+
+#: Two requests of three rows each: prefixes of two slots and of none, then the rows' own.
+PREFIXES, WIDTH = (2, 0), 3
+SLOTS = ((6, 1, 4, 5, 2), (0, 3, 7))
+FORK = ((1, 0, 0), (1, 1, 0), (1, 0, 1))
+SEEN_BY = {
+    "causal": ((1, 0, 0), (1, 1, 0), (1, 1, 1)),
+    "all": ((1, 1, 1),) * 3,
+    "tree": FORK,
+}
+"""Which of a request's own rows each of them sees; the prefix is seen by all."""
+
+
+class _Pool:
+    """Keys and values of one layer, ``[slots, heads, size]``."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        return self.keys
+
+    def get_value_buffer(self, layer: int) -> torch.Tensor:
+        return self.values
+
+
+def verify_attention(kind: str, query: torch.Tensor, pool: _Pool, layers: int = 1) -> list[torch.Tensor]:
+    """What the hooks make of a verify of the two requests, layer by layer."""
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    mask = []
+    for row, (slots, prefix) in enumerate(zip(SLOTS, PREFIXES, strict=True)):
+        table[row, : len(slots)] = torch.tensor(slots)
+        mask += [seen for own in FORK for seen in (*[1] * prefix, *own)]
+    backend = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pool, ddtree_verify=None
+    )
+    batch: Any = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_target_verify=lambda: True),
+        spec_info=SimpleNamespace(
+            num_tokens_per_req=WIDTH,
+            custom_mask=torch.tensor(mask, dtype=torch.bool) if kind == "tree" else None,
+        ),
+        batch_size=2,
+        req_pool_indices=ints(0, 1),
+        seq_lens=ints(*PREFIXES),
+        out_cache_loc=torch.cat([ints(*own[-WIDTH:]) for own in SLOTS]),
+    )
+    layer: Any = SimpleNamespace(
+        tp_q_head_num=4,
+        tp_k_head_num=2,
+        qk_head_dim=8,
+        v_head_dim=8,
+        layer_id=0,
+        scaling=0.5,
+        attn_type=AttentionType.ENCODER_ONLY if kind == "all" else AttentionType.DECODER,
+    )
+    attention.plan_verify(backend, batch)
+
+    def never(*arguments: Any) -> torch.Tensor:
+        raise AssertionError("the backend's own way knows no verify")
+
+    flat: Any = query.flatten(1)
+    return [
+        attention.forward_extend(never, backend, flat, None, None, layer, batch)  # type: ignore[arg-type]
+        for _ in range(layers)
+    ]
+
+
+@pytest.mark.parametrize("kind", SEEN_BY)
+def test_verify_attention(kind: str) -> None:
+    """Against a softmax over the slots that a row sees, one row and head after the other."""
+    torch.manual_seed(1)
+    pool = _Pool(torch.randn(8, 2, 8), torch.randn(8, 2, 8))
+    query = torch.randn(2 * WIDTH, 4, 8)
+    for found in verify_attention(kind, query, pool, layers=2):
+        for row, of_heads in enumerate(found.view(2 * WIDTH, 4, 8)):
+            request, own = divmod(row, WIDTH)
+            prefix = PREFIXES[request]
+            seen = [*SLOTS[request][:prefix]]
+            seen += [SLOTS[request][prefix + i] for i in range(WIDTH) if SEEN_BY[kind][own][i]]
+            for head, out in enumerate(of_heads):
+                # Two heads of the query share one of the keys.
+                scores = [0.5 * float(query[row, head] @ pool.keys[slot, head // 2]) for slot in seen]
+                weights = [math.exp(score - max(scores)) for score in scores]
+                wanted = sum(w * pool.values[slot, head // 2] for w, slot in zip(weights, seen, strict=True))
+                torch.testing.assert_close(out, wanted / sum(weights))
+
+
+def test_layers_share_what_a_row_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has tens of layers, and a mask of one forward is the same in all of them."""
+    given = []
+    own = attention.scaled_dot_product_attention
+
+    def watched(*tensors: torch.Tensor, attn_mask: torch.Tensor | None, **arguments: Any) -> torch.Tensor:
+        given.append(attn_mask)
+        return own(*tensors, attn_mask=attn_mask, **arguments)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
+    pool = _Pool(torch.randn(8, 2, 8), torch.randn(8, 2, 8))
+    verify_attention("causal", torch.randn(2 * WIDTH, 4, 8), pool, layers=3)
+    assert len(given) == 6
+    assert len({id(mask) for mask in given}) == 2
+    assert all(mask is not None and mask.is_floating_point() for mask in given)

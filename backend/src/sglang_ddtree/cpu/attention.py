@@ -16,13 +16,26 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Request:
     """Where one request of a verify reads."""
 
     rows: slice
     slots: Tensor
     mask: Tensor | None
+    """bool ``[rows, slots]``: what each row sees; None where the model's kind of attention decides."""
+    _bias: Tensor | None = None
+
+    def bias(self, causal: bool, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores, ``[rows, slots]``; made once, as every layer would convert bools."""
+        if self.mask is None and not causal:
+            return None
+        if self._bias is None:
+            mask, shape = self.mask, (self.rows.stop - self.rows.start, len(self.slots))
+            if mask is None:
+                mask = torch.ones(shape, dtype=torch.bool, device=self.slots.device).tril(shape[1] - shape[0])
+            self._bias = torch.zeros(shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        return self._bias
 
 
 def plan_verify(backend: Any, forward_batch: Any) -> None:
@@ -73,17 +86,13 @@ def forward_extend(
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
     out = q.new_zeros(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+    causal = layer.attn_type != AttentionType.ENCODER_ONLY
     for request in backend.ddtree_verify:
-        count = request.rows.stop - request.rows.start
-        mask = request.mask
-        if mask is None and layer.attn_type != AttentionType.ENCODER_ONLY:
-            length = len(request.slots)
-            mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
         attended = scaled_dot_product_attention(
             query[request.rows].transpose(0, 1)[None],
-            keys[request.slots].transpose(0, 1)[None].to(q.dtype),
-            values[request.slots].transpose(0, 1)[None].to(q.dtype),
-            attn_mask=mask,
+            keys.index_select(0, request.slots).transpose(0, 1)[None].to(q.dtype),
+            values.index_select(0, request.slots).transpose(0, 1)[None].to(q.dtype),
+            attn_mask=request.bias(causal, q.dtype),
             scale=layer.scaling,
             enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
         )
