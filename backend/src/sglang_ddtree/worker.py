@@ -299,12 +299,15 @@ class DDTreeWorker(DFlashWorkerV2):
         """Best tokens per position through the target's head, log-probabilities over the whole vocabulary."""
         head = unwrap_lora_layer(self.model_runner.model.lm_head)
         shard = getattr(head, "shard_indices", None)
+        # One product for all requests: of a slice, torch makes one each, and each reads the whole head.
+        rows = hidden.flatten(0, 1)
         if is_dense_head_weight(getattr(head, "weight", None)):
             count = int(shard.num_org_elements) if shard is not None else head.weight.shape[0]
-            logits = hidden.to(head.weight.dtype) @ head.weight[:count].T
+            logits = rows.to(head.weight.dtype) @ head.weight[:count].T
         else:
-            logits = head.quant_method.apply(head, hidden.flatten(0, 1), None).unflatten(0, hidden.shape[:2])
+            logits = head.quant_method.apply(head, rows, None)
             logits = logits[..., : int(getattr(head, "org_vocab_size", logits.shape[-1]))]
+        logits = logits.unflatten(0, hidden.shape[:2])
         logits = logits.float()
         processor = logits_processor(self)
         if processor is not None and processor.logit_scale is not None:
