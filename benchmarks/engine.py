@@ -43,7 +43,7 @@ import requests
 from models.corpus.build import chat
 
 ROOT = Path(__file__).resolve().parents[1]
-POINTS = (*((budget, 8) for budget in (4, 8, 16, 24, 32, 64)), (16, 1), (16, 4))
+POINTS = (*((budget, 8) for budget in (4, 8, 12, 15, 24, 32, 64)), (16, 1), (16, 4))
 #: What the CPU engine of the tests runs at once.
 MOST_CONCURRENT = 8
 WARM_UP_TOKENS, RESAMPLES = 64, 2000
