@@ -30,7 +30,7 @@ from prompts import TEXT
 
 MOST, TOPK_CAP, TOKENS = 64, 8, 128
 PROMPTS = [*FEW, *(TEXT[start : start + 200] for start in range(0, 24 * 900, 900))]
-FIXED = (4, 8, 12, 16, 24, 32, 64)
+FIXED = (4, 8, 12, 15, 24, 32, 64)
 OFF = {"ddtree_budget": MOST, "ddtree_adaptive": 0, "ddtree_record": 0}
 #: Figures by setting, round and prompt.
 Figures = dict[str, list[list[float]]]

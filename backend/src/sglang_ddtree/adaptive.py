@@ -9,7 +9,8 @@ server would otherwise commit tokens at its present rate. So a tree grows while
 which is the best that can be done for tokens over time (Dinkelbach's rule for a ratio of sums; the stopping
 rule is that of CaDDTree, arXiv 2606.01813). All three figures are learned while serving: the draft's
 probabilities are corrected by how often such nodes were accepted, the time of a step is fitted by a line over
-its nodes, and the rate is what was committed lately. Imports NumPy only.
+its nodes and by how far each width is off that line, and the rate is what was committed lately. Imports NumPy
+only.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _BINS, _PER_POWER = 5, -1 / float(np.log(2))
 _FIRST, _EVERY = 12, 32
 #: Tokens that another budget than the last must be worth more.
 _MARGIN = 0.05
+#: How far a width is off the line is believed half after so many of its steps.
+_OFF_LINE = 4.0
 #: Steps that are looked at together.
 _TOGETHER = 16
 #: A step that took this many times what was expected was disturbed, and counts as that long.
@@ -47,7 +50,9 @@ class _StepTime:
     def __init__(self) -> None:
         self._sums: tuple[float, ...] = (0.0,) * 5  # weight, x, y, xx, xy
         self._first: dict[int, list[float]] = {}
-        self._steps = 0
+        #: By nodes: how many steps, fading as of the step they were counted in, and their mean off the line.
+        self._off_line: dict[int, tuple[float, float, int]] = {}
+        self._added = self._steps = 0
         self._tokens = self._token_steps = 0.0
         self._period = self._periods = 0.0
         self.recent = 0.0
@@ -62,9 +67,23 @@ class _StepTime:
             if sum(map(len, self._first.values())) >= _FIRST:
                 for width, times in self._first.items():
                     self._learn(1.0, len(times), width, min(times))
+                for width, times in self._first.items():
+                    self._see(len(times), width, min(times))
             return
         mean = self._sums[2] / self._sums[0]
-        self._learn(_KEEP, 1, nodes, min(seconds, _DISTURBED * max(self.predict(nodes) or mean, mean / 2)))
+        seconds = min(seconds, _DISTURBED * max(self.predict(nodes) or mean, mean / 2))
+        self._learn(_KEEP, 1, nodes, seconds)
+        self._added += 1
+        self._see(1, nodes, seconds)
+
+    def _see(self, times: int, nodes: int, seconds: float) -> None:
+        """Keep how far steps of a width were off the line."""
+        if (line := self._line()) is None:
+            return
+        count, off = self._off(nodes)
+        total = count + times
+        off += (seconds - line[0] - line[1] * nodes - off) * times / total
+        self._off_line[nodes] = total, off, self._added
 
     def _learn(self, keep: float, times: int, x: int, y: float) -> None:
         # Plain numbers: an array's operations would each cost as much as all of this.
@@ -83,17 +102,33 @@ class _StepTime:
 
     def predict(self, nodes: int) -> float | None:
         """Seconds of a step; None before anything is known."""
-        slope = self.slope()
-        weight, x, y, *_ = self._sums
-        return None if slope is None else max(y / weight + slope * (nodes - x / weight), 1e-9)
+        predicted = self.predict_all([nodes])
+        return None if predicted is None else predicted[0]
 
-    def slope(self) -> float | None:
-        """Seconds that one more node takes; None before two widths were seen."""
+    def predict_all(self, widths: list[int]) -> list[float] | None:
+        """Seconds of steps with so many nodes each; None before two widths were seen."""
+        if (line := self._line()) is None:
+            return None
+        start, slope = line
+        predicted = []
+        for nodes in widths:
+            count, off = self._off(nodes)
+            predicted.append(max(start + slope * nodes + off * count / (count + _OFF_LINE), 1e-9))
+        return predicted
+
+    def _line(self) -> tuple[float, float] | None:
+        """Seconds of a step without nodes, and of one more node; None before two widths were seen."""
         weight, x, y, xx, xy = self._sums
         spread = weight * xx - x * x
         if spread <= 1e-6 * max(x * x, 1.0):
             return None
-        return max(0.0, (weight * xy - x * y) / spread)
+        slope = max(0.0, (weight * xy - x * y) / spread)
+        return (y - slope * x) / weight, slope
+
+    def _off(self, nodes: int) -> tuple[float, float]:
+        """How many steps of this width count, and how far they were off the line."""
+        count, off, added = self._off_line.get(nodes, (0.0, 0.0, 0))
+        return count * _KEEP ** (self._added - added), off
 
     def rate(self) -> float | None:
         """Committed tokens per second; None before anything is known."""
@@ -106,7 +141,8 @@ class _StepTime:
         """Count a step; the budget that it is to try, None: the one that pays."""
         self._steps += 1
         if self._steps <= _FIRST:
-            return max(1, most >> self._steps % 4)
+            part = self._steps % 4
+            return max(1, (most >> part) - 1) if part else most
         if self._steps % _EVERY:
             return None
         if self._steps // _EVERY % 2:
@@ -164,16 +200,16 @@ class AdaptiveBudget:
         self._choosing = True
         batch, budget = map(int, log_probs.shape)
         times = self._of(batch)
-        slope, rate = times.slope(), times.rate()
-        if self._tried is None and slope is not None and rate is not None:
+        budgets = self._budgets[: self._budgets.searchsorted(budget, side="right")]
+        rate, took = times.rate(), times.predict_all([(nodes + 1) * batch for nodes in budgets.tolist()])
+        if self._tried is None and took is not None and rate is not None:
             likely = self.probabilities(log_probs)
-            gains = likely[0] if batch == 1 else likely.sum(0)
-            worth = (gains - rate * slope * batch).cumsum()
-            budgets = self._budgets[: self._budgets.searchsorted(budget, side="right")]
-            best = int(budgets[worth[budgets - 1].argmax()])
-            last = min(times.last or best, budget)
+            gains = (likely[0] if batch == 1 else likely.sum(0)).cumsum()
+            worth = gains[budgets - 1] - rate * np.array(took)
+            best = int(worth.argmax())
+            last = min(int(budgets.searchsorted(times.last or budgets[best])), len(budgets) - 1)
             # A change has a price of its own, and near the optimum all budgets are alike.
-            budget = best if worth[best - 1] - worth[last - 1] > _MARGIN else last
+            budget = int(budgets[best if worth[best] - worth[last] > _MARGIN else last])
             times.last = budget
             times.recent = max(budget, _RECENT * times.recent)
         self._chosen = self._chosen * _KEEP + budget
@@ -229,6 +265,9 @@ class AdaptiveBudget:
 
 
 def _ladder(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, .. and ``most``."""
-    steps = {part * 2**power for power in range(most.bit_length()) for part in (2, 3)}
-    return sorted({1, most, *(step for step in steps if step < most)})
+    """1, 2, 3, 5, 7, 11, 15, 23, .. and ``most``: with the root 2, 3, 4, 6, 8, 12, 16, 24, .. rows.
+
+    Matrix kernels work on eight or sixteen rows at a time, so that one row more can cost as much as many.
+    """
+    widths = {part * 2**power for power in range(most.bit_length() + 1) for part in (2, 3)}
+    return sorted({most, *(width - 1 for width in widths if width <= most)})
