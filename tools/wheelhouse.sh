@@ -12,6 +12,7 @@ python=${PYTHON:-python3}
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 want=$version
 [[ ${1-} != --python ]] || { want=$2; shift 2; }
+[[ ${1-} == -* ]] && set --
 (($#)) || { sed -n '2,/^set -e/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2; }
 
 cache=${ARBORIST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/arborist}/wheelhouse

@@ -127,7 +127,10 @@ def _report(arguments: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        Console().print(report.table(study))
+        made, console = report.table(study), Console()
+        # A narrow terminal breaks the lines; rich would leave columns out.
+        console.width = max(console.width, report.least_width(made))
+        console.print(made)
     if arguments.write:
         for path in report.write(study):
             print(f"wrote {path}", file=sys.stderr)

@@ -6,11 +6,13 @@ import csv as csv_module
 import io
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
 
 from tuning.models import Configuration, TrialFact
 from tuning.resume import current
@@ -181,6 +183,21 @@ def best(study: Study | Sequence[TrialFact]) -> TrialFact | None:
     return max(groups[winner], key=lambda f: tok_s(f) or 0.0)
 
 
+def unmeasured(meta: Mapping[str, JsonValue], facts: Sequence[TrialFact]) -> list[str]:
+    """Rows that a sweep set out to measure (``study.json``) and no line was kept of, ``label on host``.
+
+    A sweep that was cut off or still runs leaves some, and so does a damaged line of ``trials.jsonl``.
+    """
+    made = {(fact.host, fact.configuration.id) for fact in facts}
+    hosts, configurations = meta.get("hosts"), meta.get("configurations")
+    return [
+        f"{one.get('label')} on {host}"
+        for host in (hosts if isinstance(hosts, list) else [])
+        for one in (configurations if isinstance(configurations, list) else [])
+        if isinstance(one, dict) and (host, one.get("id")) not in made
+    ]
+
+
 def doubts(facts: Sequence[TrialFact]) -> list[str]:
     """What in a study can't be right, or must be looked at before a row is promoted.
 
@@ -252,6 +269,8 @@ def _lines(study: Study) -> tuple[tuple[str, ...], list[tuple[Row, list[str]]], 
         columns += [f"tok/s @{level}" for level in levels] if split else [name]
     cells = [(row, [*([row.host] if many else []), *_cells(row, levels)]) for row in made]
     said = [*_near(contents.facts), *_measured(contents.facts), *doubts(contents.facts), *contents.problems]
+    if missing := unmeasured(study.meta(), contents.facts):
+        said.insert(0, f"not measured: {', '.join(missing)}; the best is of what was")
     return tuple(columns), cells, best(contents.facts), said
 
 
@@ -309,19 +328,29 @@ def table(study: Study) -> Table:
     for column, name in enumerate(columns):
         left = name in ("host", "row", "status")
         # Figures may not be cut; what a row is called may go on in the next line.
-        least = max((min(len(cells[column]), 20) for _, cells in lines), default=0) if left else None
+        least = max((len(cells[column]) for _, cells in lines), default=0)
+        least = min(least, 20) if left else least
         made.add_column(
             name,
             justify="left" if left else "right",
             overflow="fold",
             no_wrap=not left,
-            min_width=max(least, len(name)) if least is not None else None,
+            min_width=max(least, len(name)),
         )
     for row, cells in lines:
         won = winner is not None and row.configuration.id == winner.configuration.id
         style = "bold green" if won else "red" if row.status in ("failed", DIFFERS) else ""
         made.add_row(*(Text(cell) for cell in cells), style=style)
     return made
+
+
+def least_width(made: Table) -> int:
+    """Columns that a table needs so that nothing in it is cut."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(width=10_000)
+    return Measurement.get(console, console.options, made).minimum
 
 
 def _captions(lines: list[tuple[Row, list[str]]], winner: TrialFact | None, problems: list[str]) -> list[str]:

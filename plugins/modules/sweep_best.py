@@ -23,7 +23,8 @@ module: sweep_best
 short_description: The configuration that a study says is best
 description:
   - Runs on the controller and changes nothing. A face over C(tuning.report.best).
-  - Fails when there is no such study, or when no row of it is C(ok) on every host that tried it.
+  - Fails when there is no such study, when no row of it is C(ok) on every host that tried it, or when it
+    lacks rows that its sweep set out to measure.
 options:
   results_dir:
     description: The folder of studies.
@@ -33,6 +34,15 @@ options:
     description: The study's name, or C(latest).
     type: str
     default: latest
+  unfinished:
+    description: Take a study with missing rows as it is.
+    type: bool
+    default: false
+  hosts:
+    description: The hosts that the row is for; where the study has no row of one, a line says so.
+    type: list
+    elements: str
+    default: []
 """
 
 EXAMPLES = r"""
@@ -81,6 +91,8 @@ def main() -> None:
         argument_spec={
             "results_dir": {"type": "path", "required": True},
             "study": {"type": "str", "default": "latest"},
+            "unfinished": {"type": "bool", "default": False},
+            "hosts": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )
@@ -89,6 +101,7 @@ def main() -> None:
         study = open_study(Path(module.params["results_dir"]), module.params["study"] or LATEST)
         contents = study.read()
         facts = contents.facts
+        missing = report.unmeasured(study.meta(), facts)
     except (StoreError, OSError) as error:
         module.fail_json(msg=f"nothing to promote: {error}")
     winner = report.best(facts)
@@ -100,11 +113,24 @@ def main() -> None:
             "another study with -e study=NAME"
         )
         return
+    if missing and not module.params["unfinished"]:
+        module.fail_json(
+            msg=f"nothing to promote: study {study.name} is not finished, it has no row of "
+            f"{', '.join(missing)}: go on with it (its sweep again, with -e sweep_study={study.name} "
+            "-e sweep_resume=true), or take it as it is with -e sweep_promote_unfinished=true"
+        )
+        return
+    doubts = [*report.doubts(facts), *contents.problems]
+    if missing:
+        doubts.append(f"not measured: {', '.join(missing)}")
+    measured = sorted({fact.host for fact in facts})
+    if others := [host for host in module.params["hosts"] if host not in measured]:
+        doubts.append(f"measured on {', '.join(measured)}, not on {', '.join(others)}")
     row = next(r for f, r in zip(current(facts), report.rows(facts), strict=True) if f is winner)
     against = f", {row.times_ar:.2f} x AR" if row.times_ar is not None else ""
     module.exit_json(
         changed=False,
-        lines=[f"study {study.name}: {line}" for line in (*report.doubts(facts), *contents.problems)],
+        lines=[f"study {study.name}: {line}" for line in doubts],
         reason=f"{row.tok_s:.1f} tok/s{against} on {winner.host}, study {study.name}",
         study=study.name,
         configuration=winner.configuration.model_dump(mode="json"),

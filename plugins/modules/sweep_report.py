@@ -62,9 +62,9 @@ ok_rows:
 
 
 def table_lines(study: Study, width: int) -> list[str]:
-    """The study's table as plain text."""
-    text = io.StringIO()
-    Console(file=text, width=width, color_system=None).print(report.table(study))
+    """The study's table as plain text, wider than ``width`` where figures would be cut."""
+    text, made = io.StringIO(), report.table(study)
+    Console(file=text, width=max(width, report.least_width(made)), color_system=None).print(made)
     return [line.rstrip() for line in text.getvalue().rstrip("\n").split("\n")]
 
 

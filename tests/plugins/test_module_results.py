@@ -13,7 +13,8 @@ from tests.plugins.support import load, measurement
 from tuning.grid import parse_grid
 from tuning.models import Failure, Phases
 from tuning.readiness import ReadyReport
-from tuning.store import open_study
+from tuning.report import markdown
+from tuning.store import Study, open_study
 
 Run = Callable[..., dict[str, Any]]
 
@@ -138,6 +139,35 @@ def test_the_best_row_is_chosen(run_module: Run, measured: Any, tmp_path: Path) 
     assert result["host"] == "h1"
     assert result["reason"] == "208.0 tok/s, 3.20 x AR on h1, study s1"
     assert result["changed"] is False
+
+
+def test_a_study_that_was_cut_off_is_refused(run_module: Run, measured: Any, tmp_path: Path) -> None:
+    """What was measured first would win over what was never tried: here plain decoding over all trees."""
+    module, results = load("sweep_best"), tmp_path / "results"
+    rows = [
+        measured("s1", "h1", "ar", 65.0)["configuration"],
+        parse_grid(["8:4"], [])[0].model_dump(mode="json"),
+    ]
+    Study(results / "s1").write_meta({"hosts": ["h1"], "configurations": rows})
+    result = run_module(module, results_dir=str(results), study="latest")
+    assert result["failed"] is True
+    assert "study s1 is not finished, it has no row of 8:4 on h1: go on with it" in result["msg"]
+    assert "-e sweep_study=s1 -e sweep_resume=true" in result["msg"]
+    assert "not measured: 8:4 on h1" in markdown(Study(results / "s1"))
+    result = run_module(module, results_dir=str(results), study="s1", unfinished=True)
+    assert result["configuration"]["label"] == "ar"
+    assert "study s1: not measured: 8:4 on h1" in result["lines"]
+    measured("s1", "h1", "8:4", 0, kind="out_of_memory")
+    assert run_module(module, results_dir=str(results), study="s1")["configuration"]["label"] == "ar"
+
+
+def test_a_host_that_was_not_measured_is_named(run_module: Run, measured: Any, tmp_path: Path) -> None:
+    measured("s1", "h1", "ar", 65.0)
+    measured("s1", "h1", "8:4", 130.0)
+    module, results = load("sweep_best"), str(tmp_path / "results")
+    assert run_module(module, results_dir=results, study="s1", hosts=["h1"])["lines"] == []
+    result = run_module(module, results_dir=results, study="s1", hosts=["h1", "gpu1"])
+    assert result["lines"] == ["study s1: measured on h1, not on gpu1"]
 
 
 def test_nothing_to_promote_says_what_is_there(run_module: Run, measured: Any, tmp_path: Path) -> None:

@@ -207,6 +207,16 @@ def test_table_shows_every_row_and_problem(tmp_path: Path) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize("spare", [0, 40])
+def test_a_table_is_never_narrower_than_its_figures(tmp_path: Path, spare: int) -> None:
+    """Printed narrower, whole columns are left out."""
+    made = report.table(stored(tmp_path, [ok(AR, 60.0), failed(tree(16, 4))]))
+    console = Console(width=report.least_width(made) + spare, file=io.StringIO(), record=True)
+    console.print(made)
+    heads = console.export_text().splitlines()
+    assert any(all(name in line for name in report.COLUMNS) for line in heads)
+
+
 def test_warnings_are_shown(tmp_path: Path) -> None:
     made = fact(tree(8, 4), measurement=measurement(warnings=["accept length 1.00: gains nothing"]))
     assert "accept length 1.00: gains nothing" in report.markdown(stored(tmp_path, [made]))
