@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from tuning.models import Configuration, TrialFact
 from tuning.resume import current
-from tuning.store import Study
+from tuning.store import StoreError, Study
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -269,7 +269,13 @@ def _lines(study: Study) -> tuple[tuple[str, ...], list[tuple[Row, list[str]]], 
         columns += [f"tok/s @{level}" for level in levels] if split else [name]
     cells = [(row, [*([row.host] if many else []), *_cells(row, levels)]) for row in made]
     said = [*_near(contents.facts), *_measured(contents.facts), *doubts(contents.facts), *contents.problems]
-    if missing := unmeasured(study.meta(), contents.facts):
+    try:
+        missing = unmeasured(study.meta(), contents.facts)
+    except StoreError as error:
+        # The rows are in another file, and can be shown all the same.
+        missing = []
+        said.append(f"{error}: which rows are missing is not known")
+    if missing:
         said.insert(0, f"not measured: {', '.join(missing)}; the best is of what was")
     return tuple(columns), cells, best(contents.facts), said
 

@@ -207,6 +207,15 @@ def test_table_shows_every_row_and_problem(tmp_path: Path) -> None:
         assert part in text
 
 
+def test_rows_are_shown_whatever_became_of_the_plan(tmp_path: Path) -> None:
+    study = stored(tmp_path, [ok(AR, 60.0)])
+    (study.path / "study.json").write_text("{torn")
+    text = report.markdown(study)
+    assert "| ar | ok |" in text
+    assert "study.json isn't JSON" in text
+    assert "which rows are missing is not known" in text
+
+
 @pytest.mark.parametrize("spare", [0, 40])
 def test_a_table_is_never_narrower_than_its_figures(tmp_path: Path, spare: int) -> None:
     """Printed narrower, whole columns are left out."""
