@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ansible.utils.vars import load_extra_vars
 
 #: Flags that have a variable of their own, so that ``sglang_engine_args`` may not set them as well.
 OWNED_FLAGS = {
@@ -310,18 +311,32 @@ def known_variables(roles: Path) -> set[str]:
     return known
 
 
+def _meant(name: str, known: set[str], cutoff: float) -> str:
+    """The known variable that ``name`` is most like, empty when it is like none."""
+    for whole in (f"sglang_{name}", f"sweep_{name}"):
+        if whole in known:
+            return whole
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), "")
+
+
+def _misspelt(typed: Sequence[str], known: set[str]) -> list[str]:
+    """What was typed and is much like a known variable. Others may be the inventory's own."""
+    return [name for name in map(str, typed) if name not in known and _meant(name, known, 0.75)]
+
+
 def sglang_gate(
     names: Sequence[str],
     roles: str,
     hosts: Sequence[str],
     ansible_version: str,
     python: Sequence[int] | None = None,
+    typed: Sequence[str] | None = None,
 ) -> list[str]:
     """What keeps a run from starting, as texts for a person; empty when nothing does.
 
     ``names`` are the ``sglang_`` and ``sweep_`` variables that are set, ``roles`` the folder whose argument
     specs name the known ones, ``hosts`` the inventory's hosts, ``python`` the controller's version (default:
-    this one).
+    this one), ``typed`` the variables of the command line (default: this run's).
     """
     found = tuple(python or sys.version_info[:2])
     problems = []
@@ -346,10 +361,12 @@ def sglang_gate(
             "name an inventory with -i, for example -i inventory/demo"
         )
     known = known_variables(Path(roles))
-    unknown = sorted(set(map(str, names)) - known)
+    if typed is None:
+        typed = list(getattr(load_extra_vars, "extra_vars", {}))
+    unknown = sorted({*map(str, names), *_misspelt(typed, known)} - known)
     for name in unknown:
-        close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-        hint = f"did you mean {close[0]}?" if close else "remove it, or correct its name"
+        meant = _meant(name, known, 0.6)
+        hint = f"did you mean {meant}?" if meant else "remove it, or correct its name"
         problems.append(f"unknown variable {name}; {hint}")
     if unknown:
         problems.append(f"known variables: {', '.join(sorted(known))}")

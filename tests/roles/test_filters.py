@@ -369,6 +369,24 @@ def test_the_gate_names_an_unknown_variable_and_the_closest_known_one() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("stduy", "study"),
+        ("grids", "grid"),
+        ("model_path", "sglang_model_path"),
+        ("prompt_limit", "sweep_prompt_limit"),
+        ("sweeps_tokens", "sweep_tokens"),
+    ],
+)
+def test_the_gate_names_what_was_misspelt_on_the_command_line(name: str, meant: str) -> None:
+    assert gate([], typed=[name])[0] == f"unknown variable {name}; did you mean {meant}?"
+
+
+def test_the_gate_leaves_other_variables_of_the_command_line_alone() -> None:
+    assert gate([], typed=["study", "grid", "ansible_user", "ansible_become", "rack", "models_root"]) == []
+
+
+@pytest.mark.parametrize(
     ("overrides", "start"),
     [
         ({"hosts": []}, "inventory: found no host in the group sglang"),
