@@ -8,6 +8,9 @@ Everything a sweep puts on a host lies under ``/run`` and is gone after a reboot
     the lease: when it runs out, the host itself puts the deployed command back;
 ``/run/sglang-sweep/<name>.json`` and ``.sh``
     who sweeps (the claim), and what the lease runs.
+
+A deployment or promotion keeps ``/run/sglang-sweep/<name>.deploying`` there until it has proved the service,
+so that no sweep begins on a unit that is being changed.
 """
 
 from __future__ import annotations
@@ -91,6 +94,10 @@ class Taken(RuntimeError):
         self.claim = claim
 
 
+class Deploying(RuntimeError):
+    """The service is being deployed, or its last deployment did not come to its end."""
+
+
 class SweptService:
     """The service ``name`` on this host, as a sweep handles it. ``root`` stands for ``/`` in tests."""
 
@@ -105,6 +112,7 @@ class SweptService:
         self.service = units / f"{self.lease}.service"
         self.script = state / f"{stem}.sh"
         self.record = state / f"{stem}.json"
+        self.deploying = state / f"{stem}.deploying"
         self._lock = state / f"{stem}.lock"
 
     @contextlib.contextmanager
@@ -147,16 +155,59 @@ class SweptService:
             str(p) for p in (self.dropin, self.timer, self.service, self.script, self.record) if p.exists()
         ]
 
+    def swept_by(self) -> str:
+        """Which sweep has the service, alive or cut off, in words; empty when none has."""
+        holder, left = self.holder(), self.leftovers()
+        if holder is not None:
+            return describe(holder)
+        return f"a sweep that was cut off and left {', '.join(left)}" if left else ""
+
+    def unfinished(self) -> str:
+        """Which deployment has not ended, in words; empty when every one has."""
+        try:
+            return f"a deployment that began at {self.deploying.read_text().strip()} has not ended"
+        except FileNotFoundError:
+            return ""
+
+    def refuse_swept(self) -> None:
+        """Raise Taken when a sweep has the service, alive or cut off."""
+        swept_by = self.swept_by()
+        if swept_by:
+            raise Taken(
+                f"{self.unit.name} is being swept by {swept_by}: let it finish, or run restore.yml first",
+                self.claim(),
+            )
+
+    def refuse_unfinished(self) -> None:
+        """Raise Deploying when a deployment has not ended."""
+        unfinished = self.unfinished()
+        if unfinished:
+            raise Deploying(f"{self.unit.name}: {unfinished}: let it finish, or run deploy.yml again")
+
     # --- changes ---
+    def begin_deployment(self) -> None:
+        """Keep sweeps away until end_deployment. Raises Taken when a sweep has the service.
+
+        Another deployment is no obstacle: nobody could tell whether the one before still runs or was cut
+        off, and the last one decides.
+        """
+        self.refuse_swept()
+        _write(self.deploying, utc(time.time()) + "\n", 0o644)
+
+    def end_deployment(self) -> None:
+        """Let sweeps begin again: the service is as deployed."""
+        self.deploying.unlink(missing_ok=True)
+
     def take(
         self, token: str, study: str, controller: str, lease_s: int, from_token: str = ""
     ) -> tuple[Claim, list[str]]:
         """Claim the service and arm the lease; returns the claim and what an earlier sweep had left.
 
         A claim whose lease runs is respected, unless its token is ``token`` or ``from_token`` (a
-        controller known to be gone). Raises Taken. After it, the unit's loaded command is the
-        deployed one.
+        controller known to be gone). Raises Taken, and Deploying while the unit is being written. After
+        it, the unit's loaded command is the deployed one.
         """
+        self.refuse_unfinished()
         holder = self.holder()
         if holder is not None and holder.token not in (token, from_token):
             raise Taken(f"{self.unit.name} is being swept by {describe(holder)}", holder)

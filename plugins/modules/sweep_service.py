@@ -1,5 +1,5 @@
 #!/usr/bin/python
-"""Ansible module: hold a service for a sweep, run a configuration on it, give it back."""
+"""Ansible module: hold a service for a sweep or a deployment, run a configuration on it, give it back."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import contextlib
 from dataclasses import asdict
 from typing import Any
 
-from ansible.module_utils.arborist_sweep import SweptService, Taken, describe
+from ansible.module_utils.arborist_sweep import Deploying, SweptService, Taken
 from ansible.module_utils.arborist_unit import UnitError, expand, first_difference
 from ansible.module_utils.basic import AnsibleModule
 
 DOCUMENTATION = r"""
 ---
 module: sweep_service
-short_description: Hold a service for a sweep, run a configuration on it, give it back
+short_description: Hold a service for a sweep or a deployment, run a configuration on it, give it back
 description:
   - C(state=claimed) takes the service for one sweep, removes what a dead sweep left, arms the lease and
     returns the deployed command. A service that another sweep holds is left alone; RV(claimed) is then false.
@@ -23,6 +23,7 @@ description:
   - C(state=restored) removes drop-in, lease and claim, and restarts the service where its process does not
     run the deployed command. Without O(token) it does so whoever held the service.
   - C(state=observed) looks, changes nothing, and tells which sweep has the service.
+  - C(state=deploying) fails when a sweep has the service, and keeps sweeps away until C(state=deployed).
   - The deployed unit is never written.
 options:
   name:
@@ -32,7 +33,7 @@ options:
   state:
     description: What to bring about.
     type: str
-    choices: [observed, claimed, applied, restored]
+    choices: [observed, claimed, applied, restored, deploying, deployed]
     required: true
   token:
     description: Names the sweep's controller process; from M(sweep_plan).
@@ -137,13 +138,7 @@ abort:
 def observed(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
     """Say which sweep has the service, alive or cut off."""
     del params, check
-    holder, left = service.holder(), service.leftovers()
-    swept_by = ""
-    if holder is not None:
-        swept_by = describe(holder)
-    elif left:
-        swept_by = f"a sweep that was cut off and left {', '.join(left)}"
-    return {"changed": False, "leftovers": left, "swept_by": swept_by}
+    return {"changed": False, "leftovers": service.leftovers(), "swept_by": service.swept_by()}
 
 
 def claim_lines(left: list[str], asked: list[str], deployed: list[str]) -> list[str]:
@@ -161,8 +156,9 @@ def claim_lines(left: list[str], asked: list[str], deployed: list[str]) -> list[
 
 
 def claimed(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
-    """Take the service, or say who has it."""
+    """Take the service, or say who has it. Raises Deploying when it is being deployed."""
     if check:
+        service.refuse_unfinished()
         holder = service.holder()
         free = holder is None or holder.token in (params["token"], params["from_token"])
         return {
@@ -215,6 +211,8 @@ def restored(service: SweptService, params: dict[str, Any], check: bool) -> dict
     if found and not check:
         service.restore()
     told = f"{'would put' if check else 'put'} right: {'; '.join(found)}" if found else "nothing to restore"
+    unfinished = service.unfinished()
+    told += f"; {unfinished}: if it was cut off, run deploy.yml" if unfinished else ""
     return {
         "changed": bool(found),
         "found": found,
@@ -224,14 +222,43 @@ def restored(service: SweptService, params: dict[str, Any], check: bool) -> dict
     }
 
 
+def deploying(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
+    """Keep sweeps away. Raises Taken when one has the service.
+
+    No change that counts: the run that does it undoes it.
+    """
+    del params
+    if check:
+        service.refuse_swept()
+    else:
+        service.begin_deployment()
+    return {"changed": False}
+
+
+def deployed(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
+    """Let sweeps begin again."""
+    del params
+    if not check:
+        service.end_deployment()
+    return {"changed": False}
+
+
 def main() -> None:
     """Run the module."""
+    states = {
+        "observed": observed,
+        "claimed": claimed,
+        "applied": applied,
+        "restored": restored,
+        "deploying": deploying,
+        "deployed": deployed,
+    }
     module = AnsibleModule(
         argument_spec={
             "name": {"type": "str", "required": True},
             "state": {
                 "type": "str",
-                "choices": ["observed", "claimed", "applied", "restored"],
+                "choices": list(states),
                 "required": True,
             },
             "token": {"type": "str", "default": "", "no_log": False},
@@ -249,13 +276,11 @@ def main() -> None:
         supports_check_mode=True,
     )
     service = SweptService(module.params["name"], module.run_command)
-    act = {"observed": observed, "claimed": claimed, "applied": applied, "restored": restored}[
-        module.params["state"]
-    ]
+    act = states[module.params["state"]]
     try:
         with contextlib.nullcontext() if module.check_mode else service.locked():
             result = act(service, module.params, module.check_mode)
-    except (UnitError, Taken) as error:
+    except (UnitError, Taken, Deploying) as error:
         module.fail_json(msg=str(error), abort=True)
     except OSError as error:
         module.fail_json(msg=f"the sweep can't keep its files on this host: {error}", abort=True)

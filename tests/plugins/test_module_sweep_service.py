@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.arborist_sweep import SweptService, Taken
+from ansible.module_utils.arborist_sweep import Deploying, SweptService, Taken
 from ansible.module_utils.arborist_unit import UnitError
 
 from tests.plugins.support import Systemctl, load
@@ -424,3 +424,49 @@ def test_the_module_says_who_holds_the_service(host: Host) -> None:
     assert result["claimed"] is False
     assert result["holder"]["study"] == "s1"
     assert result["changed"] is False
+
+
+def test_no_sweep_begins_while_a_deployment_has_not_ended(host: Host) -> None:
+    module = load("sweep_service")
+    arguments = {"token": "me", "from_token": "", "study": "s", "controller": "c", "lease_seconds": 60}
+    assert module.deploying(host.service, {}, check=False) == {"changed": False}
+    for check in (True, False):
+        with pytest.raises(Deploying, match=r"that began at 20.* has not ended.*run deploy.yml again"):
+            module.claimed(host.service, arguments, check)
+    assert not host.service.record.exists()
+    assert host.systemctl.done() == []
+    # It leaves nothing for restore.yml to put right, but what may be left to do is said.
+    said = module.restored(host.service, {"token": ""}, check=False)
+    assert said["found"] == []
+    assert "nothing to restore; a deployment that began at 20" in said["lines"][0]
+    assert module.deployed(host.service, {}, check=False) == {"changed": False}
+    assert module.restored(host.service, {"token": ""}, check=False)["lines"] == ["nothing to restore"]
+    host.take()
+
+
+def test_no_deployment_begins_on_a_swept_service(host: Host) -> None:
+    module = load("sweep_service")
+    host.take("first")
+    for check in (True, False):
+        with pytest.raises(Taken, match=r"is being swept by study s1 \(controller a@b.*restore.yml first"):
+            module.deploying(host.service, {}, check)
+    host.apply("first")
+    host.lease = "inactive"
+    with pytest.raises(Taken, match=r"by a sweep that was cut off and left .*90-sweep.conf"):
+        module.deploying(host.service, {}, check=False)
+    assert not host.service.deploying.exists()
+
+
+def test_a_deployment_that_was_cut_off_does_not_stop_the_next(host: Host) -> None:
+    module = load("sweep_service")
+    module.deploying(host.service, {}, check=False)
+    module.deploying(host.service, {}, check=False)
+    module.deployed(host.service, {}, check=False)
+    host.take()
+
+
+def test_a_dry_run_of_a_deployment_keeps_nobody_away(host: Host) -> None:
+    module = load("sweep_service")
+    module.deploying(host.service, {}, check=True)
+    host.take()
+    module.deployed(host.service, {}, check=True)
