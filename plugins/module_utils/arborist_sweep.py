@@ -340,7 +340,11 @@ class SweptService:
 
     def _disarm(self) -> None:
         if self.lease_runs():
-            self.unit.call("systemctl", "stop", f"{self.lease}.timer")
+            try:
+                self.unit.call("systemctl", "stop", f"{self.lease}.timer")
+            except UnitError:
+                if self.lease_runs():  # else it ran out just now, and took its timer away itself
+                    raise
         for path in (self.timer, self.service, self.script, self.record):
             path.unlink(missing_ok=True)
         self.unit.call("systemctl", "daemon-reload")

@@ -92,6 +92,10 @@ options:
     description: Seconds a configuration may take until it generates.
     type: raw
     default: 900
+  stop_timeout:
+    description: Seconds the service may take to stop.
+    type: int
+    default: 120
   lease_seconds:
     description: Seconds after which a host restores itself if the controller is gone.
     type: raw
@@ -151,7 +155,7 @@ lines:
   returned: success
 """
 
-# A lease must outlast a start that takes its whole time, with room to measure.
+# A lease must outlast a stop and a start that take their whole time, with room to measure.
 _ROOM_S = 15
 
 
@@ -245,10 +249,11 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
     workload = {"levels": levels, "max_tokens": max_tokens}
     ready_timeout = problems.whole("sweep_ready_timeout", params["ready_timeout"], 1)
     lease_seconds = problems.whole("sweep_lease_seconds", params["lease_seconds"], 1)
-    if lease_seconds < ready_timeout + _ROOM_S:
+    least = ready_timeout + params["stop_timeout"] + _ROOM_S
+    if lease_seconds < least:
         problems.append(
-            f"sweep_lease_seconds is {lease_seconds}; expected at least sweep_ready_timeout + {_ROOM_S} = "
-            f"{ready_timeout + _ROOM_S}, or a slow start would be cut off by the lease"
+            f"sweep_lease_seconds is {lease_seconds}; expected at least sweep_ready_timeout + "
+            f"sglang_stop_timeout + {_ROOM_S} = {least}, or a slow restart would be cut off by the lease"
         )
     asked: dict[str, Any] = {
         **workload,
@@ -340,6 +345,7 @@ def main() -> None:
             "prompts": {"type": "str", "default": ""},
             "prompt_limit": {"type": "raw", "default": 0},
             "ready_timeout": {"type": "raw", "default": 900},
+            "stop_timeout": {"type": "int", "default": 120},
             "lease_seconds": {"type": "raw", "default": 1800},
         },
         supports_check_mode=True,

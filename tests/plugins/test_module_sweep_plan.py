@@ -35,6 +35,7 @@ def told(tmp_path: Path) -> dict[str, Any]:
         "prompts": "",
         "prompt_limit": 0,
         "ready_timeout": 900,
+        "stop_timeout": 120,
         "lease_seconds": 1800,
     }
 
@@ -60,13 +61,13 @@ def test_numbers_may_come_as_text(module: ModuleType, told: dict[str, Any]) -> N
         "tokens": "64",
         "prompt_limit": "3",
         "ready_timeout": "60",
-        "lease_seconds": "90",
+        "lease_seconds": "195",
     }
     made, problems = module.plan(told, NOW)
     assert problems == []
     assert (made["workload"]["levels"], made["workload"]["max_tokens"]) == ([1, 4], 64)
     assert len(made["workload"]["prompts"]) == 3
-    assert (made["ready_timeout"], made["lease_seconds"]) == (60, 90)
+    assert (made["ready_timeout"], made["lease_seconds"]) == (60, 195)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_spellings_of_levels(module: ModuleType, told: dict[str, Any], value: An
         ({"prompt_limit": -1}, ["sweep_prompt_limit is -1"]),
         ({"prompts": "none.yml"}, ["none.yml", "can't be read", "sweep_prompts"]),
         ({"tokens": 1}, ["sweep_tokens is 1", "at least 2"]),
-        ({"lease_seconds": 900}, ["sweep_lease_seconds is 900", "915"]),
+        ({"lease_seconds": 1034}, ["sweep_lease_seconds is 1034", "sglang_stop_timeout + 15 = 1035"]),
         ({"study": "a/b"}, ["sweep_study", "a/b"]),
         ({"study": "latest"}, ["sweep_study", "latest"]),
         ({"hosts": []}, ["no host to sweep"]),

@@ -470,3 +470,17 @@ def test_a_dry_run_of_a_deployment_keeps_nobody_away(host: Host) -> None:
     module.deploying(host.service, {}, check=True)
     host.take()
     module.deployed(host.service, {}, check=True)
+
+
+@pytest.mark.parametrize("then", ["inactive", "active"])
+def test_a_lease_that_runs_out_while_it_is_disarmed_is_no_error(host: Host, then: str) -> None:
+    host.take()
+    states = iter(["active", then])
+    host.systemctl.answers[LEASE] = lambda: f"ActiveState={next(states)}\n"
+    host.systemctl.failures["systemctl stop svc-sweep-lease.timer"] = "it said no"
+    if then == "active":
+        with pytest.raises(UnitError, match="it said no"):
+            host.service.restore()
+    else:
+        host.service.restore()
+        assert host.service.leftovers() == []
