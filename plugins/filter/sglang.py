@@ -145,10 +145,28 @@ def sglang_argv(configuration: Mapping[str, Any], settings: Mapping[str, Any]) -
         flags["speculative-ddtree-budget"] = chosen["budget"]
         flags["speculative-ddtree-topk-cap"] = chosen["topk"]
     flags.update(chosen.get("extra") or {})
+    _refuse_gpu_flags(flags)
     command = [given["python"], "-m", "sglang.launch_server"]
     for flag, value in flags.items():
         command += _words(flag, value)
     return command
+
+
+def _refuse_gpu_flags(flags: Mapping[str, Any]) -> None:
+    """On a CPU, raise ValueError for what makes the engine take all memory, or die once it has."""
+    if flags.get("device") != "cpu":
+        return
+    found = []
+    if flags.get("attention-backend") not in (None, "torch_native"):
+        found.append(f"attention-backend {flags['attention-backend']}")
+    if flags.get("mem-fraction-static") is not None and flags.get("max-total-tokens") is None:
+        found.append("mem-fraction-static without max-total-tokens")
+    if found:
+        raise ValueError(
+            f"the device is cpu, and sglang_engine_args holds a GPU's {' and '.join(found)}; expected "
+            "attention-backend torch_native, and max-total-tokens in place of a share of all memory: take "
+            "the sglang_engine_args of inventory/demo"
+        )
 
 
 def sglang_devices(engine_args: Mapping[str, Any]) -> int:

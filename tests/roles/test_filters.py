@@ -35,6 +35,12 @@ def argv(configuration: dict[str, Any], **settings: Any) -> list[str]:
 
 
 # --- the command ---
+def test_a_cpu_may_have_a_share_of_memory_beside_the_number_of_its_tokens() -> None:
+    given = {"device": "cpu", "mem-fraction-static": 0.5, "max-total-tokens": 8192}
+    flags = ["--device", "cpu", "--mem-fraction-static", "0.5", "--max-total-tokens", "8192"]
+    assert argv({"arm": "ar", "extra": {}}, engine_args=given) == flags
+
+
 def test_the_autoregressive_arm_has_no_speculative_flag() -> None:
     assert argv({"arm": "ar", "extra": {}}, draft_model_path="") == []
 
@@ -108,6 +114,10 @@ def test_the_command_of_the_seeds_sed_can_be_edited() -> None:
     ("settings", "message"),
     [
         ({"engine_args": {"port": 1}}, "sglang_engine_args sets 'port'; set sglang_port instead"),
+        (
+            {"engine_args": {"device": "cpu", "attention-backend": "triton", "mem-fraction-static": 0.85}},
+            "a GPU's attention-backend triton and mem-fraction-static without max-total-tokens; expected",
+        ),
         ({"engine_args": {"--tp-size": 1}}, "write it without dashes, as 'tp-size'"),
         ({"engine_args": {"tp_size": 1}}, "write it without dashes, as 'tp-size'"),
         ({"engine_args": {"list": []}}, "flag 'list' has an empty list"),
