@@ -85,8 +85,8 @@ def forward_extend(
         pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc), k, v)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    out = q.new_zeros(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
     causal = layer.attn_type != AttentionType.ENCODER_ONLY
+    parts = []
     for request in backend.ddtree_verify:
         attended = scaled_dot_product_attention(
             query[request.rows].transpose(0, 1)[None],
@@ -96,5 +96,9 @@ def forward_extend(
             scale=layer.scaling,
             enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
         )
-        out[request.rows] = attended[0].transpose(0, 1)
-    return out.view(query.shape[0], -1)
+        parts.append(attended[0].transpose(0, 1).flatten(1))
+    # A width that is announced wrongly leaves rows that no request owns, the last ones.
+    missing = len(query) - sum(len(part) for part in parts)
+    if missing:
+        parts.append(q.new_zeros(missing, layer.tp_q_head_num * layer.v_head_dim))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
