@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,21 @@ def test_every_chat_answer_ends() -> None:
             if segment.startswith("<|im_start|>"):
                 assert segment.endswith("<|im_end|>\n")
                 assert segment.count("<|im_end|>") == 2
+
+
+def test_families_take_turns_and_every_fourth_walk_is_a_conversation() -> None:
+    begins = {
+        "conversation": r"<\|im_start\|>user\n",
+        "unit tests": "import unittest\n",
+        "guide": "How a program works with ",
+        "module": '"""',
+        "book": r"STATES = (?s:.*)class \w+(Book|List|Store):\n",
+    }
+    found = []
+    for number in range(24):
+        text = "".join(build._walk(STAGES, "boats", number, random.Random(number)))
+        found.append(next(name for name, pattern in begins.items() if re.match(pattern, text)))
+    assert [at for at, name in enumerate(found) if name == "conversation"] == [3, 7, 11, 15, 19, 23]
+    # By number of documents; the long ones are half as many.
+    assert Counter(found) == {"conversation": 6, "unit tests": 6, "guide": 6, "module": 3, "book": 3}
+    assert len(set(found[:8])) == 5
