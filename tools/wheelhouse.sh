@@ -12,8 +12,12 @@ python=${PYTHON:-python3}
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 want=$version
 [[ ${1-} != --python ]] || { want=$2; shift 2; }
-[[ ${1-} == -* ]] && set --
-(($#)) || { sed -n '2,/^set -e/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2; }
+usage() { sed -n '2,/^set -e/{/^#/s/^# \{0,1\}//p}' "$0"; }
+case ${1-} in
+    -h | --help) usage; exit 0 ;;
+    -*) echo "$0: unknown option $1; expected --python or --help" >&2; exit 2 ;;
+    '') usage >&2; exit 2 ;;
+esac
 
 cache=${ARBORIST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/arborist}/wheelhouse
 key=$({ echo "$want"; cat "$@"; } | sha256sum | cut -c1-12)

@@ -148,7 +148,9 @@ class _Run:
             acceptance.AcceptanceError,
             requests.RequestException,
         ) as error:
-            raise MeasurementFailed(self._why(str(error))) from error
+            refused = isinstance(error, requests.ConnectionError) and not isinstance(error, requests.Timeout)
+            said = f"nothing answers at {self._target.base_url}" if refused else str(error)
+            raise MeasurementFailed(self._why(said)) from error
 
     def _steps(self, began: float) -> Measurement:
         server = self._server()
@@ -300,7 +302,7 @@ class _Run:
                 hint="the service is still running; read the journal's tail",
                 journal_tail=journal.tail(self._entries()),
             )
-        return Failure(kind=kind, summary=said, hint="read the server's log")
+        return Failure(kind=kind, summary=said, hint="is this its address? If so, read the server's log")
 
     def _died(self, now: UnitState) -> Failure:
         journal.sync()
