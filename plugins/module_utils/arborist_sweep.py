@@ -268,8 +268,8 @@ class SweptService:
         claim = self.claim()
         if claim is None:
             raise Taken(
-                f"this sweep no longer holds {self.unit.name}: its lease ran out (raise "
-                "sweep_lease_seconds), or restore.yml ended it",
+                f"this sweep no longer holds {self.unit.name}: restore.yml ended it, the host was restarted, "
+                "or its lease ran out (then raise sweep_lease_seconds)",
                 None,
             )
         if claim.token != token:

@@ -22,7 +22,8 @@ description:
     the command it should. It does not wait for readiness.
   - C(state=restored) removes drop-in, lease and claim, and restarts the service where its process does not
     run the deployed command. Without O(token) it does so whoever held the service.
-  - C(state=observed) looks, changes nothing, and tells which sweep has the service.
+  - C(state=observed) looks, changes nothing, and tells which sweep has the service; with O(token) also
+    why that sweep no longer has it.
   - C(state=deploying) fails when a sweep has the service, and keeps sweeps away until C(state=deployed).
   - The deployed unit is never written.
 options:
@@ -123,6 +124,10 @@ swept_by:
   description: Which sweep has the service, in words; empty when none has.
   type: str
   returned: state=observed
+lost:
+  description: Why the sweep O(token) no longer has the service; empty when it has, or without O(token).
+  type: str
+  returned: state=observed
 found:
   description: What was not as deployed.
   type: list
@@ -136,9 +141,20 @@ abort:
 
 
 def observed(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
-    """Say which sweep has the service, alive or cut off."""
-    del params, check
-    return {"changed": False, "leftovers": service.leftovers(), "swept_by": service.swept_by()}
+    """Say which sweep has the service, alive or cut off, and why not the one that asks."""
+    del check
+    lost = ""
+    if params["token"]:
+        try:
+            service.mine(params["token"])
+        except Taken as taken:
+            lost = str(taken)
+    return {
+        "changed": False,
+        "leftovers": service.leftovers(),
+        "swept_by": service.swept_by(),
+        "lost": lost,
+    }
 
 
 def claim_lines(left: list[str], asked: list[str], deployed: list[str]) -> list[str]:

@@ -196,7 +196,7 @@ def test_a_drop_in_without_any_record_is_removed_too(host: Host) -> None:
 def test_a_sweep_that_lost_its_claim_applies_nothing(host: Host) -> None:
     host.take("first")
     host.service.record.unlink()
-    with pytest.raises(Taken, match=r"no longer holds svc.service: its lease ran out \(raise sweep"):
+    with pytest.raises(Taken, match=r"no longer holds svc.service: restore.*lease ran out \(then raise"):
         host.apply("first")
     host.take("second")
     with pytest.raises(Taken, match=r"another sweep has taken svc\.service over: study s1"):
@@ -404,13 +404,15 @@ def test_check_mode_looks_and_writes_nothing(host: Host, monkeypatch: pytest.Mon
 
 def test_looking_says_which_sweep_has_the_service(host: Host) -> None:
     module = load("sweep_service")
-    assert module.observed(host.service, {}, check=False)["swept_by"] == ""
+    assert module.observed(host.service, {"token": ""}, check=False)["swept_by"] == ""
     host.take("first")
     host.apply("first")
     host.systemctl.calls.clear()
-    assert module.observed(host.service, {}, check=False)["swept_by"].startswith("study s1 (controller a@b")
+    assert module.observed(host.service, {"token": ""}, check=False)["swept_by"].startswith(
+        "study s1 (controller a@b"
+    )
     host.lease = "inactive"
-    cut_off = module.observed(host.service, {}, check=False)["swept_by"]
+    cut_off = module.observed(host.service, {"token": ""}, check=False)["swept_by"]
     assert cut_off.startswith("a sweep that was cut off and left ")
     assert str(host.service.dropin) in cut_off
     assert host.systemctl.done() == []
@@ -484,3 +486,15 @@ def test_a_lease_that_runs_out_while_it_is_disarmed_is_no_error(host: Host, then
     else:
         host.service.restore()
         assert host.service.leftovers() == []
+
+
+def test_looking_says_why_a_sweep_has_lost_its_service(host: Host) -> None:
+    module = load("sweep_service")
+    host.take("me")
+    assert module.observed(host.service, {"token": "me"}, check=False)["lost"] == ""
+    host.take("other", from_token="me")
+    lost = module.observed(host.service, {"token": "me"}, check=False)["lost"]
+    assert lost.startswith("another sweep has taken svc.service over: study s1")
+    host.service.restore()
+    lost = module.observed(host.service, {"token": "me"}, check=False)["lost"]
+    assert lost.startswith("this sweep no longer holds svc.service: restore.yml ended it")
