@@ -295,6 +295,16 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
     labels = [configuration.label for configuration in configurations]
     rows = to_json(configurations)
     controller = describe()
+    lines = plan_lines(
+        name,
+        labels,
+        params["hosts"],
+        seconds_a_row(Path(params["results_dir"])),
+        ready_timeout,
+        resume=bool(there),
+    )
+    if params["resume"] and not there:
+        lines.insert(1, f"  a new study: {name!r} has no rows of these hosts to go on with")
     return {
         "study": name,
         "token": token(),
@@ -318,14 +328,7 @@ def plan(params: dict[str, Any], now: datetime) -> tuple[dict[str, Any], list[st
                 "workload": asked,
             },
         },
-        "lines": plan_lines(
-            name,
-            labels,
-            params["hosts"],
-            seconds_a_row(Path(params["results_dir"])),
-            ready_timeout,
-            resume=bool(there),
-        ),
+        "lines": lines,
     }, problems
 
 

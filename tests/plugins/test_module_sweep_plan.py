@@ -143,6 +143,10 @@ def test_a_study_is_gone_on_with_when_its_workload_is_the_planned_one(
     made, problems = module.plan(again, NOW)
     assert problems == []
     assert made["lines"][-1].endswith(", less the rows that are kept")
+    assert "new study" not in "".join(made["lines"])
+    other, problems = module.plan(again | {"study": "s2"}, NOW)
+    assert problems == []
+    assert other["lines"][1] == "  a new study: 's2' has no rows of these hosts to go on with"
     _, problems = module.plan(again | {"tokens": 77}, NOW)
     assert "another workload" in problems[0]
     assert "max_tokens: the study has 128, this sweep 77" in problems[0]
