@@ -8,16 +8,18 @@
 # The folder: ${ARBORIST_CACHE:-${XDG_CACHE_HOME:-~/.cache}/arborist}/wheelhouse/<hash of the locks>
 set -euo pipefail
 
-python=${PYTHON:-python3}
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-want=$version
-[[ ${1-} != --python ]] || { want=$2; shift 2; }
 usage() { sed -n '2,/^set -e/{/^#/s/^# \{0,1\}//p}' "$0"; }
+want=
 case ${1-} in
     -h | --help) usage; exit 0 ;;
+    --python) want=${2:?--python wants a version such as 3.11}; shift 2 ;;
     -*) echo "$0: unknown option $1; expected --python or --help" >&2; exit 2 ;;
-    '') usage >&2; exit 2 ;;
 esac
+(($#)) || { usage >&2; exit 2; }
+
+python=${PYTHON:-python3}
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+want=${want:-$version}
 
 cache=${ARBORIST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/arborist}/wheelhouse
 key=$({ echo "$want"; cat "$@"; } | sha256sum | cut -c1-12)

@@ -108,6 +108,13 @@ class Workload:
             raise ValueError(f"max_tokens is {self.max_tokens}; expected at least 2 (sweep_tokens, --tokens)")
 
 
+def _refused(error: BaseException | None) -> bool:
+    """Whether the connection was refused, at whatever depth of its causes."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def measure(unit: str | None, base_url: str, workload: Workload, api_key: str | None = None) -> Measurement:
     """Measure the service. ``unit`` None measures a server that systemd doesn't run, without a journal.
 
@@ -148,9 +155,14 @@ class _Run:
             acceptance.AcceptanceError,
             requests.RequestException,
         ) as error:
-            refused = isinstance(error, requests.ConnectionError) and not isinstance(error, requests.Timeout)
-            said = f"nothing answers at {self._target.base_url}" if refused else str(error)
-            raise MeasurementFailed(self._why(said)) from error
+            if self._unit is None and _refused(error):
+                failure = Failure(
+                    kind="request_failed",
+                    summary=f"nothing listens at {self._target.base_url}",
+                    hint="start the service, or give its address",
+                )
+                raise MeasurementFailed(failure) from error
+            raise MeasurementFailed(self._why(str(error))) from error
 
     def _steps(self, began: float) -> Measurement:
         server = self._server()
@@ -302,7 +314,7 @@ class _Run:
                 hint="the service is still running; read the journal's tail",
                 journal_tail=journal.tail(self._entries()),
             )
-        return Failure(kind=kind, summary=said, hint="is this its address? If so, read the server's log")
+        return Failure(kind=kind, summary=said, hint="read the server's log")
 
     def _died(self, now: UnitState) -> Failure:
         journal.sync()

@@ -110,11 +110,13 @@ class _Pool:
         return self.values
 
 
-def verify_attention(kind: str, query: torch.Tensor, pool: _Pool, layers: int = 1) -> list[torch.Tensor]:
-    """What the hooks make of a verify of the two requests, layer by layer."""
+def verify_attention(
+    kind: str, query: torch.Tensor, pool: _Pool, layers: int = 1, requests: int = 2
+) -> list[torch.Tensor]:
+    """What the hooks make of a verify of the first of the requests, layer by layer."""
     table = torch.zeros(2, 8, dtype=torch.int32)
     mask = []
-    for row, (slots, prefix) in enumerate(zip(SLOTS, PREFIXES, strict=True)):
+    for row, (slots, prefix) in enumerate(zip(SLOTS[:requests], PREFIXES[:requests], strict=True)):
         table[row, : len(slots)] = torch.tensor(slots)
         mask += [seen for own in FORK for seen in (*[1] * prefix, *own)]
     backend = SimpleNamespace(
@@ -126,10 +128,10 @@ def verify_attention(kind: str, query: torch.Tensor, pool: _Pool, layers: int = 
             num_tokens_per_req=WIDTH,
             custom_mask=torch.tensor(mask, dtype=torch.bool) if kind == "tree" else None,
         ),
-        batch_size=2,
-        req_pool_indices=ints(0, 1),
-        seq_lens=ints(*PREFIXES),
-        out_cache_loc=torch.cat([ints(*own[-WIDTH:]) for own in SLOTS]),
+        batch_size=requests,
+        req_pool_indices=ints(*range(requests)),
+        seq_lens=ints(*PREFIXES[:requests]),
+        out_cache_loc=torch.cat([ints(*own[-WIDTH:]) for own in SLOTS[:requests]]),
     )
     layer: Any = SimpleNamespace(
         tp_q_head_num=4,
@@ -170,6 +172,19 @@ def test_verify_attention(kind: str) -> None:
                 weights = [math.exp(score - max(scores)) for score in scores]
                 wanted = sum(w * pool.values[slot, head // 2] for w, slot in zip(weights, seen, strict=True))
                 torch.testing.assert_close(out, wanted / sum(weights))
+
+
+@pytest.mark.parametrize("unowned", [0, 2])
+def test_verify_attention_of_fewer_requests_than_rows(unowned: int) -> None:
+    """The first request's rows are what they are beside the second; rows that none owns are zero."""
+    torch.manual_seed(2)
+    pool = _Pool(torch.randn(8, 2, 8), torch.randn(8, 2, 8))
+    query = torch.randn(2 * WIDTH, 4, 8)
+    (both,) = verify_attention("tree", query, pool)
+    (alone,) = verify_attention("tree", query[: WIDTH + unowned], pool, requests=1)
+    assert alone.shape == (WIDTH + unowned, 4 * 8)
+    torch.testing.assert_close(alone[:WIDTH], both[:WIDTH])
+    assert not alone[WIDTH:].any()
 
 
 def test_layers_share_what_a_row_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,7 @@ def sglang_argv(configuration: Mapping[str, Any], settings: Mapping[str, Any]) -
         if flag in OWNED_FLAGS:
             raise ValueError(f"sglang_engine_args sets {flag!r}; set {OWNED_FLAGS[flag]} instead")
         flags[flag] = value
+    _refuse_gpu_flags(flags)
     arm = chosen["arm"]
     if arm in ALGORITHMS:
         extra_draft = (chosen.get("extra") or {}).get("speculative-draft-model-path")
@@ -145,7 +146,6 @@ def sglang_argv(configuration: Mapping[str, Any], settings: Mapping[str, Any]) -
         flags["speculative-ddtree-budget"] = chosen["budget"]
         flags["speculative-ddtree-topk-cap"] = chosen["topk"]
     flags.update(chosen.get("extra") or {})
-    _refuse_gpu_flags(flags)
     command = [given["python"], "-m", "sglang.launch_server"]
     for flag, value in flags.items():
         command += _words(flag, value)
@@ -153,19 +153,21 @@ def sglang_argv(configuration: Mapping[str, Any], settings: Mapping[str, Any]) -
 
 
 def _refuse_gpu_flags(flags: Mapping[str, Any]) -> None:
-    """On a CPU, raise ValueError for what makes the engine take all memory, or die once it has."""
+    """On a CPU, raise ValueError for what makes the engine take all memory, or die once it has.
+
+    Of the inventory's flags; what a row of a sweep adds is the row's own risk.
+    """
     if flags.get("device") != "cpu":
         return
-    found = []
-    if flags.get("attention-backend") not in (None, "torch_native"):
-        found.append(f"attention-backend {flags['attention-backend']}")
+    kinds = ("attention-backend", "prefill-attention-backend", "decode-attention-backend")
+    found = [f"{kind} {flags[kind]}" for kind in kinds if flags.get(kind) not in (None, "torch_native")]
     if flags.get("mem-fraction-static") is not None and flags.get("max-total-tokens") is None:
         found.append("mem-fraction-static without max-total-tokens")
     if found:
         raise ValueError(
-            f"the device is cpu, and sglang_engine_args holds a GPU's {' and '.join(found)}; expected "
-            "attention-backend torch_native, and max-total-tokens in place of a share of all memory: take "
-            "the sglang_engine_args of inventory/demo"
+            f"the device is cpu, and sglang_engine_args holds {' and '.join(found)}; expected attention by "
+            "torch_native, and max-total-tokens in place of a share of all memory: take the "
+            "sglang_engine_args of inventory/demo"
         )
 
 
@@ -331,8 +333,9 @@ def known_variables(roles: Path) -> set[str]:
 
 def _meant(name: str, known: set[str], cutoff: float) -> str:
     """The known variable that ``name`` is most like, empty when it is like none."""
+    # Single words such as host, port or user may well be the inventory's own.
     for whole in (f"sglang_{name}", f"sweep_{name}"):
-        if whole in known:
+        if "_" in name and whole in known:
             return whole
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), "")
 
@@ -380,6 +383,7 @@ def sglang_gate(
         )
     known = known_variables(Path(roles))
     if typed is None:
+        # Where Ansible keeps what -e gave, files included; nothing that a play can ask for names it.
         typed = list(getattr(load_extra_vars, "extra_vars", {}))
     unknown = sorted({*map(str, names), *_misspelt(typed, known)} - known)
     for name in unknown:

@@ -10,7 +10,7 @@ Everything a sweep puts on a host lies under ``/run`` and is gone after a reboot
     who sweeps (the claim), and what the lease runs.
 
 A deployment or promotion keeps ``/run/sglang-sweep/<name>.deploying`` there until it has proved the service,
-so that no sweep begins on a unit that is being changed.
+so that no sweep begins on a release or a unit that is being changed. One that failed, too, leaves it there.
 """
 
 from __future__ import annotations
@@ -162,19 +162,24 @@ class SweptService:
             return describe(holder)
         return f"a sweep that was cut off and left {', '.join(left)}" if left else ""
 
-    def unfinished(self) -> str:
-        """Which deployment has not ended, in words; empty when every one has."""
+    def deployment(self) -> str:
+        """When the deployment began that has not come to its end, as it names itself; empty without one."""
         try:
-            return f"a deployment that began at {self.deploying.read_text().strip()} has not ended"
+            return self.deploying.read_text().strip()
         except FileNotFoundError:
             return ""
+
+    def unfinished(self) -> str:
+        """Which deployment has not come to its end, in words; empty without one."""
+        began = self.deployment()
+        return f"a deployment that began at {began} has not ended, or failed" if began else ""
 
     def refuse_swept(self) -> None:
         """Raise Taken when a sweep has the service, alive or cut off."""
         swept_by = self.swept_by()
         if swept_by:
             raise Taken(
-                f"{self.unit.name} is being swept by {swept_by}: let it finish, or run restore.yml first",
+                f"{self.unit.name} is held by {swept_by}: let it finish, or run restore.yml first",
                 self.claim(),
             )
 
@@ -182,21 +187,24 @@ class SweptService:
         """Raise Deploying when a deployment has not ended."""
         unfinished = self.unfinished()
         if unfinished:
-            raise Deploying(f"{self.unit.name}: {unfinished}: let it finish, or run deploy.yml again")
+            raise Deploying(f"{self.unit.name}: {unfinished}: if it no longer runs, run deploy.yml again")
 
     # --- changes ---
-    def begin_deployment(self) -> None:
-        """Keep sweeps away until end_deployment. Raises Taken when a sweep has the service.
+    def begin_deployment(self) -> str:
+        """Keep sweeps away until end_deployment; returns its argument. Raises Taken when a sweep is there.
 
         Another deployment is no obstacle: nobody could tell whether the one before still runs or was cut
         off, and the last one decides.
         """
         self.refuse_swept()
-        _write(self.deploying, utc(time.time()) + "\n", 0o644)
+        began = utc(time.time())
+        _write(self.deploying, began + "\n", 0o644)
+        return began
 
-    def end_deployment(self) -> None:
-        """Let sweeps begin again: the service is as deployed."""
-        self.deploying.unlink(missing_ok=True)
+    def end_deployment(self, began: str) -> None:
+        """Let sweeps begin again: the service is as deployed. Nothing where another has begun since."""
+        if self.deployment() == began:
+            self.deploying.unlink(missing_ok=True)
 
     def take(
         self, token: str, study: str, controller: str, lease_s: int, from_token: str = ""
@@ -286,6 +294,8 @@ class SweptService:
         if self.lease_runs() or set(self.leftovers()) - {str(self.dropin)}:
             found.append(f"a sweep's lease, {self.lease}.timer")
         claim = self.claim()
+        if claim is None and not found and self.deployment():
+            return []  # it puts its own process right, and may just be between writing and restarting
         if claim is None or claim.was_active:
             difference = self.unit.mismatch()
             if difference:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.arborist_sweep import SweptService, describe
+from ansible.module_utils.arborist_sweep import SweptService
 from ansible.module_utils.arborist_unit import Run, Unit, UnitError, unit_name
 from ansible.module_utils.basic import AnsibleModule
 
@@ -211,13 +211,10 @@ def check_memory(run: Run, need_mb: int, unit: str, root: Path) -> Iterator[Prob
 def check_sweep(run: Run, unit: str, root: Path) -> Iterator[Problem]:
     """No sweep holds the service, and none left its drop-in."""
     service = SweptService(unit, run, root)
-    holder = service.holder()
-    if holder is not None:
-        found = f"{unit_name(unit)} is being swept by {describe(holder)}"
-    elif service.dropin.exists():
-        found = f"a sweep's drop-in, {service.dropin}"
-    else:
+    swept_by = service.swept_by()
+    if not swept_by:
         return
+    found = f"{unit_name(unit)} is held by {swept_by}"
     yield Problem("sweep", found, "a service that no sweep holds", "wait for its end, or run restore.yml")
 
 

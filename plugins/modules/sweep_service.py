@@ -24,7 +24,8 @@ description:
     run the deployed command. Without O(token) it does so whoever held the service.
   - C(state=observed) looks, changes nothing, and tells which sweep has the service; with O(token) also
     why that sweep no longer has it.
-  - C(state=deploying) fails when a sweep has the service, and keeps sweeps away until C(state=deployed).
+  - C(state=deploying) fails when a sweep has the service, and keeps sweeps away until C(state=deployed) with
+    the RV(deployment) that it returned.
   - The deployed unit is never written.
 options:
   name:
@@ -42,6 +43,10 @@ options:
     default: ""
   from_token:
     description: For C(state=claimed), a controller known to be gone, whose claim may be taken.
+    type: str
+    default: ""
+  deployment:
+    description: For C(state=deployed), what C(state=deploying) returned.
     type: str
     default: ""
   study:
@@ -128,6 +133,10 @@ lost:
   description: Why the sweep O(token) no longer has the service; empty when it has, or without O(token).
   type: str
   returned: state=observed
+deployment:
+  description: Names this deployment.
+  type: str
+  returned: state=deploying
 found:
   description: What was not as deployed.
   type: list
@@ -228,7 +237,7 @@ def restored(service: SweptService, params: dict[str, Any], check: bool) -> dict
         service.restore()
     told = f"{'would put' if check else 'put'} right: {'; '.join(found)}" if found else "nothing to restore"
     unfinished = service.unfinished()
-    told += f"; {unfinished}: if it was cut off, run deploy.yml" if unfinished else ""
+    told += f"; {unfinished}: if it no longer runs, run deploy.yml" if unfinished else ""
     return {
         "changed": bool(found),
         "found": found,
@@ -241,21 +250,19 @@ def restored(service: SweptService, params: dict[str, Any], check: bool) -> dict
 def deploying(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
     """Keep sweeps away. Raises Taken when one has the service.
 
-    No change that counts: the run that does it undoes it.
+    No change that counts: a run that succeeds undoes it.
     """
     del params
     if check:
         service.refuse_swept()
-    else:
-        service.begin_deployment()
-    return {"changed": False}
+        return {"changed": False, "deployment": ""}
+    return {"changed": False, "deployment": service.begin_deployment()}
 
 
 def deployed(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
-    """Let sweeps begin again."""
-    del params
+    """Let sweeps begin again, unless another deployment has begun since."""
     if not check:
-        service.end_deployment()
+        service.end_deployment(params["deployment"])
     return {"changed": False}
 
 
@@ -279,6 +286,7 @@ def main() -> None:
             },
             "token": {"type": "str", "default": "", "no_log": False},
             "from_token": {"type": "str", "default": "", "no_log": False},
+            "deployment": {"type": "str", "default": ""},
             "study": {"type": "str", "default": ""},
             "controller": {"type": "str", "default": ""},
             "lease_seconds": {"type": "int", "default": 1800},
@@ -299,7 +307,7 @@ def main() -> None:
     except (UnitError, Taken, Deploying) as error:
         module.fail_json(msg=str(error), abort=True)
     except OSError as error:
-        module.fail_json(msg=f"the sweep can't keep its files on this host: {error}", abort=True)
+        module.fail_json(msg=f"the files below /run that hold the service can't be kept: {error}", abort=True)
     module.exit_json(**result)
 
 

@@ -431,26 +431,34 @@ def test_the_module_says_who_holds_the_service(host: Host) -> None:
 def test_no_sweep_begins_while_a_deployment_has_not_ended(host: Host) -> None:
     module = load("sweep_service")
     arguments = {"token": "me", "from_token": "", "study": "s", "controller": "c", "lease_seconds": 60}
-    assert module.deploying(host.service, {}, check=False) == {"changed": False}
+    begun = module.deploying(host.service, {}, check=False)
+    assert begun["changed"] is False
     for check in (True, False):
-        with pytest.raises(Deploying, match=r"that began at 20.* has not ended.*run deploy.yml again"):
+        with pytest.raises(Deploying, match=r"that began at 20.* has not ended, or failed: .*deploy.yml"):
             module.claimed(host.service, arguments, check)
     assert not host.service.record.exists()
     assert host.systemctl.done() == []
-    # It leaves nothing for restore.yml to put right, but what may be left to do is said.
-    said = module.restored(host.service, {"token": ""}, check=False)
-    assert said["found"] == []
-    assert "nothing to restore; a deployment that began at 20" in said["lines"][0]
-    assert module.deployed(host.service, {}, check=False) == {"changed": False}
-    assert module.restored(host.service, {"token": ""}, check=False)["lines"] == ["nothing to restore"]
+    assert module.deployed(host.service, begun, check=False) == {"changed": False}
     host.take()
+
+
+def test_restoring_leaves_a_deployment_alone(host: Host) -> None:
+    module = load("sweep_service")
+    begun = module.deploying(host.service, {}, check=False)
+    host.run(TRIAL)  # the unit is written, and the old process not restarted yet
+    said = module.restored(host.service, {"token": ""}, check=False)
+    assert (said["changed"], said["found"]) == (False, [])
+    assert said["lines"][0].startswith("nothing to restore; a deployment that began at 20")
+    assert host.systemctl.done() == []
+    module.deployed(host.service, begun, check=False)
+    assert module.restored(host.service, {"token": ""}, check=False)["changed"] is True
 
 
 def test_no_deployment_begins_on_a_swept_service(host: Host) -> None:
     module = load("sweep_service")
     host.take("first")
     for check in (True, False):
-        with pytest.raises(Taken, match=r"is being swept by study s1 \(controller a@b.*restore.yml first"):
+        with pytest.raises(Taken, match=r"is held by study s1 \(controller a@b.*restore.yml first"):
             module.deploying(host.service, {}, check)
     host.apply("first")
     host.lease = "inactive"
@@ -459,19 +467,25 @@ def test_no_deployment_begins_on_a_swept_service(host: Host) -> None:
     assert not host.service.deploying.exists()
 
 
-def test_a_deployment_that_was_cut_off_does_not_stop_the_next(host: Host) -> None:
+def test_the_last_deployment_decides_when_sweeps_may_begin(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = load("sweep_service")
-    module.deploying(host.service, {}, check=False)
-    module.deploying(host.service, {}, check=False)
-    module.deployed(host.service, {}, check=False)
-    host.take()
+    times = iter([1000.0, 1001.0])
+    monkeypatch.setattr("ansible.module_utils.arborist_sweep.time.time", lambda: next(times))
+    first = module.deploying(host.service, {}, check=False)
+    second = module.deploying(host.service, {}, check=False)
+    module.deployed(host.service, first, check=False)
+    assert "1970-01-01T00:16:41.000Z" in host.service.unfinished()
+    module.deployed(host.service, second, check=False)
+    assert host.service.unfinished() == ""
 
 
 def test_a_dry_run_of_a_deployment_keeps_nobody_away(host: Host) -> None:
     module = load("sweep_service")
-    module.deploying(host.service, {}, check=True)
+    begun = module.deploying(host.service, {}, check=True)
     host.take()
-    module.deployed(host.service, {}, check=True)
+    module.deployed(host.service, begun, check=True)
 
 
 @pytest.mark.parametrize("then", ["inactive", "active"])

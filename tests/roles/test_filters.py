@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,12 @@ def argv(configuration: dict[str, Any], **settings: Any) -> list[str]:
 
 
 # --- the command ---
+def test_what_a_row_adds_is_the_rows_own_risk() -> None:
+    given = {"device": "cpu", "max-total-tokens": 8192}
+    row = {"arm": "ar", "extra": {"attention-backend": "intel_amx"}}
+    assert argv(row, engine_args=given)[-2:] == ["--attention-backend", "intel_amx"]
+
+
 def test_a_cpu_may_have_a_share_of_memory_beside_the_number_of_its_tokens() -> None:
     given = {"device": "cpu", "mem-fraction-static": 0.5, "max-total-tokens": 8192}
     flags = ["--device", "cpu", "--mem-fraction-static", "0.5", "--max-total-tokens", "8192"]
@@ -116,7 +124,7 @@ def test_the_command_of_the_seeds_sed_can_be_edited() -> None:
         ({"engine_args": {"port": 1}}, "sglang_engine_args sets 'port'; set sglang_port instead"),
         (
             {"engine_args": {"device": "cpu", "attention-backend": "triton", "mem-fraction-static": 0.85}},
-            "a GPU's attention-backend triton and mem-fraction-static without max-total-tokens; expected",
+            "holds attention-backend triton and mem-fraction-static without max-total-tokens; expected",
         ),
         ({"engine_args": {"--tp-size": 1}}, "write it without dashes, as 'tp-size'"),
         ({"engine_args": {"tp_size": 1}}, "write it without dashes, as 'tp-size'"),
@@ -392,8 +400,30 @@ def test_the_gate_names_what_was_misspelt_on_the_command_line(name: str, meant: 
     assert gate([], typed=[name])[0] == f"unknown variable {name}; did you mean {meant}?"
 
 
+def test_the_gate_reads_what_the_command_line_gave(tmp_path: Path) -> None:
+    """Through Ansible itself, as where it keeps them is Ansible's own affair."""
+    (tmp_path / "hosts.yml").write_text("sglang: {hosts: {h1: {}}}\n")
+    (tmp_path / "more.yml").write_text("model_path: /x\nrack: 3\n")
+    said = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("ansible-playbook")),
+            *("-i", str(tmp_path / "hosts.yml"), str(ROOT / "promote.yml")),
+            *("-e", "stduy=monday", "-e", f"@{tmp_path / 'more.yml'}"),
+        ],
+        env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode != 0
+    assert "unknown variable stduy; did you mean study?" in said.stdout
+    assert "unknown variable model_path; did you mean sglang_model_path?" in said.stdout
+    assert "rack" not in said.stdout
+
+
 def test_the_gate_leaves_other_variables_of_the_command_line_alone() -> None:
-    assert gate([], typed=["study", "grid", "ansible_user", "ansible_become", "rack", "models_root"]) == []
+    own = ["study", "grid", "ansible_user", "ansible_become", "rack", "models_root", "host", "port", "user"]
+    assert gate([], typed=own) == []
 
 
 @pytest.mark.parametrize(

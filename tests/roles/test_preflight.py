@@ -417,7 +417,7 @@ def test_a_sweeps_drop_in_is_in_the_way(tmp_path: Path) -> None:
     assert list(preflight.check_sweep(run, "sglang", tmp_path)) == []
     path = write(tmp_path / "run/systemd/system/sglang.service.d/90-sweep.conf", "")
     problem = next(preflight.check_sweep(run, "sglang", tmp_path))
-    assert problem.found == f"a sweep's drop-in, {path}"
+    assert problem.found == f"sglang.service is held by a sweep that was cut off and left {path}"
     assert "restore.yml" in problem.change
 
 
