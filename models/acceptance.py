@@ -24,8 +24,6 @@ class Accepted:
     """Tokens committed by each step of the chain, bonus included."""
     tree: list[int]
     """The same for the tree."""
-    first_wrong: list[int]
-    """For each anchor of the text: accepted tokens of the chain, bonus not included."""
 
 
 def measure(
@@ -58,7 +56,7 @@ def measure(
     while at < len(anchors):
         tree.append(tree_depth(proposals[at], wanted[at].tolist(), budget) + 1)
         at += tree[-1]
-    return Accepted(chain, tree, hits)
+    return Accepted(chain, tree)
 
 
 def tree_depth(log_probs: Tensor, wanted: Sequence[int], budget: int) -> int:

@@ -24,7 +24,9 @@ text and know nothing else: not for anything a person should rely on.
 - Drafts: {draft_layers} layers, MLP {draft_inner}. `draft` has blocks of 8, `draft-block16` of 16;
   `draft-weak` was hardly trained; `draft-mismatched` was trained for another target.
 - Text: parts of CPython's standard library (PSF-2.0; at most {library} characters) and text written for this
-  project (Apache-2.0).
+  project (Apache-2.0), with many places where one word is as likely as another: synonyms, and remarks such as
+  "now we take the next part", six such words in a row. There a chain of drafts ends by chance and a tree goes
+  on, as with a large model wherever it has more than one way to say something.
   `prompts.json`: ten prompts about files and things that no training saw. The workload's prompts
   (`tuning/data/prompts.json`) and their answers are mostly part of the text; `known` below are of that kind.
 - The weights are Apache-2.0, float16 on disk. `SHA256SUMS` has the check sums.
@@ -33,7 +35,7 @@ text and know nothing else: not for anything a person should rely on.
 Greedy text of {tokens} tokens after each of {texts} prompts, worked out offline; tree: the {budget} most
 probable nodes.
 
-| draft | block | accept length, chain | tree of {budget} | accepted up to position 1, 2, ... |
+| draft | block | accept length, chain | tree of {budget} | chain steps that accept 1, 2, ... or more |
 |---|---|---|---|---|
 {drafts}
 

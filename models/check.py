@@ -117,25 +117,26 @@ def _compare(folder: Path, target: Target, rows: list[Tensor], encoded: list[lis
 def _draft(
     path: Path, target: Target, rows: list[tuple[Tensor, Tensor]], prompts: list[int], categories: list[str]
 ) -> dict[str, Any]:
-    """Accept lengths of one draft by category, and its hits by position."""
+    """Accept lengths of one draft by category, and how far its chain's steps came."""
     block = json.loads((path / "config.json").read_text(encoding="utf-8"))["block_size"]
     draft = Draft.from_published(load_file(path / "model.safetensors"))
     embedding, head = target.embedding.detach(), target.head.detach()
     chain: dict[str, list[int]] = {}
     tree: dict[str, list[int]] = {}
-    hits: list[int] = []
     for (ids, features), prompt, category in zip(rows, prompts, categories, strict=True):
         found = measure(draft, embedding, head, ids, features, prompt, block, BUDGET)
         for name in (category, "all"):
             chain.setdefault(name, []).extend(found.chain)
             tree.setdefault(name, []).extend(found.tree)
-        hits += found.first_wrong
     figures = {
         "block": block,
         "chain": {name: round(statistics.mean(steps), 2) for name, steps in chain.items()},
         "tree": {name: round(statistics.mean(steps), 2) for name, steps in tree.items()},
-        "positions": [round(sum(hit > place for hit in hits) / len(hits), 2) for place in range(block - 1)],
+        # Of the steps, so that they and the bonus add up to the accept length.
+        "positions": [
+            round(statistics.mean(step > place for step in chain["all"]), 2) for place in range(1, block)
+        ],
     }
     print(f"  {path.name}: chain {figures['chain']}  tree of {BUDGET} {figures['tree']}")
-    print(f"    accepted up to position 1, 2, ...: {figures['positions']}")
+    print(f"    steps that accepted 1, 2, ... tokens or more: {figures['positions']}")
     return figures

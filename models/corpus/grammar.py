@@ -1,7 +1,8 @@
 """Templates: ``[[a|b]]`` is a choice, ``$name`` a slot, and prose words have synonyms.
 
 Each choice is a place where several continuations are right. They keep the text varied, and they are
-where a tree of drafts finds more than a chain does.
+where a tree of drafts finds more than a chain does: the more so where what follows stands at the same place
+after each, so that synonyms are single words and as likely as each other. Remarks are nothing but choices.
 """
 
 from __future__ import annotations
@@ -18,36 +19,66 @@ _SYNONYMS = (
     ("each", "every"),
     ("keeps", "holds"),
     ("makes", "builds"),
-    ("finds", "looks up"),
+    ("finds", "locates"),
     ("needs", "takes"),
-    ("usually", "mostly", "as a rule"),
-    ("again", "once more"),
-    ("many", "a lot of"),
+    ("usually", "mostly"),
+    ("many", "several"),
     ("because", "since"),
     ("therefore", "so"),
     ("large", "big"),
-    ("also", "in addition"),
+    ("larger", "bigger"),
     ("goes", "moves"),
     ("remembers", "notes"),
     ("compares", "checks"),
-    ("first", "at the start"),
-    ("then", "after that"),
     ("only", "just"),
     ("small", "little"),
-    ("always", "in every case"),
-    ("returns", "gives back"),
+    ("returns", "gives"),
     ("when", "once"),
+    ("When", "Once"),
+    ("Each", "Every"),
     ("gets", "receives"),
     ("shows", "tells"),
     ("whole", "entire"),
     ("last", "final"),
     ("next", "following"),
     ("way", "manner"),
-    ("without", "with no"),
-    ("different", "other"),
     ("place", "spot"),
+    ("until", "till"),
+    ("into", "to"),
+    ("wrong", "bad"),
+    ("seen", "met"),
 )
-_OTHERS = {word: group for group in _SYNONYMS for word in group if " " not in word}
+_OTHERS = {word: group for group in _SYNONYMS for word in group}
+
+#: Words of a remark, in their order; either of two, whatever the others are.
+_REMARK = (
+    ("now", "here"),
+    ("we", "you"),
+    ("take", "use"),
+    ("the", "this"),
+    ("next", "same"),
+    ("part", "piece"),
+)
+
+
+def remark(rng: random.Random) -> str:
+    """Six words that say little, each as likely as another in its place."""
+    return " ".join(rng.choice(pair) for pair in _REMARK)
+
+
+def with_remarks(code: str, rng: random.Random) -> str:
+    """The code with a remark above the first statement of its body and every third line after it."""
+    lines, count, inside = [], 0, False
+    for number, line in enumerate(code.splitlines()):
+        quoted = '"""' in line
+        plain = number and line.strip() and not inside and not quoted and not line.lstrip().startswith("#")
+        if plain:
+            if count % 3 == 0:
+                lines.append(line[: len(line) - len(line.lstrip())] + f"# {remark(rng)}")
+            count += 1
+        inside ^= line.count('"""') % 2 == 1
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def render(template: str, slots: Mapping[str, str], rng: random.Random) -> str:
@@ -62,9 +93,7 @@ def vary(sentence: str, rng: random.Random) -> str:
 
     def swap(found: re.Match[str]) -> str:
         word = found[0]
-        if word not in _OTHERS or rng.random() < 0.5:
-            return word
-        return rng.choice(_OTHERS[word])
+        return rng.choice(_OTHERS[word]) if word in _OTHERS else word
 
     return _WORD.sub(swap, sentence)
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.corpus.grammar import render, sections, vary
+from models.corpus.grammar import remark, render, sections, vary, with_remarks
 
 _PLURALS = """
 orders parcels trees tickets books letters rooms flights songs recipes lessons invoices machines bridges
@@ -38,8 +38,10 @@ _STATE_VALUES = (
     ("free", "taken"),
     ("planned", "finished"),
 )
-_ITEMS = "item entry one element row current"
-_RESULTS = "result kept found output chosen selection"
+_LOCALS = {
+    "item": "item entry one element row current",
+    "result": "result kept found output chosen selection",
+}
 _PATHS = "path source place filename location"
 
 
@@ -50,6 +52,8 @@ class Subject:
     slots: dict[str, str]
     style: int
     """Which of the alternative bodies come in turn."""
+    others: dict[str, str]
+    """Slots of local names, and what half of the functions have in their place: nothing tells which."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +104,25 @@ def make_subject(plural: str, rng: random.Random) -> Subject:
         "state": rng.choice(_STATES.split()),
         "open": opened,
         "done": done,
-        "item": rng.choice([*_ITEMS.split(), singular, singular[0]]),
-        "result": rng.choice(_RESULTS.split()),
         "path": rng.choice(_PATHS.split()),
     }
-    return Subject(slots, rng.randrange(2))
+    pairs = {name: rng.sample(words.split(), 2) for name, words in _LOCALS.items()}
+    slots |= {name: word for name, (word, _) in pairs.items()}
+    return Subject(slots, rng.randrange(2), {name: other for name, (_, other) in pairs.items()})
 
 
 def stage_code(stage: Stage, number: int, subject: Subject, rng: random.Random) -> str:
     """The stage's function. Which body comes follows from the document's style, so it can be learnt."""
     body = stage.code[(subject.style + number) % len(stage.code)]
-    return render(body, subject.slots, rng)
+    local = {name: rng.choice((subject.slots[name], other)) for name, other in subject.others.items()}
+    return with_remarks(render(body, {**subject.slots, **local}, rng), rng)
 
 
 def stage_prose(stage: Stage, subject: Subject, rng: random.Random) -> str:
-    """The stage in one or two sentences."""
+    """The stage in one or two sentences and a remark."""
     some = stage.prose if len(stage.prose) == 1 or rng.random() < 0.5 else stage.prose[:1]
-    return " ".join(vary(render(sentence, subject.slots, rng), rng) for sentence in some)
+    said = [vary(render(sentence, subject.slots, rng), rng) for sentence in some]
+    return " ".join([*said, remark(rng).capitalize() + "."])
 
 
 def record(subject: Subject, rng: random.Random) -> str:
@@ -204,7 +210,7 @@ class Test$Plural(unittest.TestCase):
     parts = [render(head, subject.slots, rng)]
     for number, stage in enumerate(stages, start=1):
         name = stage.title.lower().replace(" ", "_")
-        lines = render(stage.test, subject.slots, rng).splitlines()
+        lines = [f"# {remark(rng)}", *render(stage.test, subject.slots, rng).splitlines()]
         body = "\n".join("        " + line for line in lines)
         parts.append(f"    def test_{number:02d}_{name}_{subject.slots['plural']}(self):\n{body}\n")
     return "\n".join(parts)

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.corpus.grammar import render, sections, vary
+from models.corpus.grammar import remark, render, sections, vary, with_remarks
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,14 @@ def load_topics(path: Path) -> list[Topic]:
 
 
 def explanation(topic: Topic, rng: random.Random) -> str:
-    """The topic's sentences in order; those marked with ``?`` come two times out of three."""
+    """The topic's sentences, a remark after every other one; those with ``?`` come twice in three."""
     chosen = [line for line in topic.text if not line.startswith("?") or rng.random() < 0.67]
-    return " ".join(vary(render(line.removeprefix("? "), {}, rng), rng) for line in chosen)
+    said = []
+    for number, line in enumerate(chosen):
+        said.append(vary(render(line.removeprefix("? "), {}, rng), rng))
+        if number % 2:
+            said.append(remark(rng).capitalize() + ".")
+    return " ".join(said)
 
 
 def ask_to_explain(topic: Topic, rng: random.Random) -> tuple[str, str]:
@@ -73,7 +78,7 @@ def ask_to_write(topic: Topic, rng: random.Random) -> tuple[str, str]:
         f"Show me how to {topic.task} in Python.",
         f"Implement {topic.name} in Python.",
     )
-    code = render(rng.choice(topic.code), {}, rng)
+    code = with_remarks(render(rng.choice(topic.code), {}, rng), rng)
     if rng.random() < 0.6:
         code += "\n\n" + explanation(topic, rng)
     return rng.choice(forms), code
