@@ -98,3 +98,39 @@ def test_families_take_turns_and_every_fourth_walk_is_a_conversation() -> None:
     # By number of documents; the long ones are half as many.
     assert Counter(found) == {"conversation": 6, "unit tests": 6, "guide": 6, "module": 3, "book": 3}
     assert len(set(found[:8])) == 5
+
+
+def test_remarks_stand_above_every_third_line_and_never_in_a_text() -> None:
+    code = """def pairs(items):
+    \"\"\"Return the pairs.
+
+    One text of several lines.
+    \"\"\"
+    # A comment is no line that counts.
+    found = []
+    for item in items:
+        found.append(item)
+        if item:
+            break
+    return found"""
+    lines = grammar.with_remarks(code, random.Random(1)).splitlines()
+    at = [
+        number for number, line in enumerate(lines) if re.fullmatch(r" *# (now|here) .* (part|piece)", line)
+    ]
+    assert [lines[number + 1] for number in at] == ["    found = []", "        if item:"]
+    assert [line for number, line in enumerate(lines) if number not in at] == code.splitlines()
+    assert lines[at[1]].startswith("        # ")
+
+
+def test_each_word_of_a_remark_is_one_of_two_whatever_the_others_are() -> None:
+    rng = random.Random(1)
+    found = Counter(tuple(grammar.remark(rng).split()) for _ in range(6400))
+    assert len(found) == 2**6
+    # A hundred of each are expected; 60 would be four standard deviations less.
+    assert min(found.values()) > 60
+
+
+def test_synonyms_leave_what_follows_where_it_is() -> None:
+    assert all(" " not in word for group in grammar._SYNONYMS for word in group)
+    rng = random.Random(1)
+    assert Counter(grammar.vary("each", rng) for _ in range(400)).keys() == {"each", "every"}
