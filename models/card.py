@@ -27,8 +27,9 @@ text and know nothing else: not for anything a person should rely on.
   project (Apache-2.0), with many places where one word is as likely as another: synonyms, and remarks such as
   "now we take the next part", six such words in a row. There a chain of drafts ends by chance and a tree goes
   on, as with a large model wherever it has more than one way to say something.
-  `prompts.json`: ten prompts about files and things that no training saw. The workload's prompts
-  (`tuning/data/prompts.json`) and their answers are mostly part of the text; `known` below are of that kind.
+  `prompts.json`: ten prompts about files and things that no training saw, in sentences that it did. The
+  workload's prompts (`tuning/data/prompts.json`) and their answers are mostly part of the text; `known` below
+  are of that kind.
 - The weights are Apache-2.0, float16 on disk. `SHA256SUMS` has the check sums.
 
 ## Measured
@@ -61,7 +62,9 @@ the options, and
 
     .venv-engine/bin/python benchmarks/engine.py --models build/models/demo --check
 
-says whether a pair is worth tuning. To put it in place of this one, copy `build/models/` over `models/`.
+says whether a pair is worth tuning. To put it in place of this one, copy `build/models/` over `models/`, keep
+what the training said as `models/training.log`, and measure the tables of `docs/benchmarks.md` and of the
+first README again.
 
 Settings:
 {settings}.
