@@ -197,9 +197,22 @@ class SweptService:
         off, and the last one decides.
         """
         self.refuse_swept()
-        began = utc(time.time())
+        while (began := utc(time.time())) == self.deployment():
+            time.sleep(0.001)  # it names the deployment
         _write(self.deploying, began + "\n", 0o644)
         return began
+
+    def refuse_overtaken(self, began: str) -> None:
+        """Raise Deploying when another deployment has begun since, Taken when a sweep has.
+
+        One that was held up would else write its unit over the other's, or under a sweep.
+        """
+        self.refuse_swept()
+        if self.deployment() != began:
+            raise Deploying(
+                f"{self.unit.name}: another deployment has overtaken this one, which began at {began} and "
+                "stops here; see what is deployed, and run it again if it still should be"
+            )
 
     def end_deployment(self, began: str) -> None:
         """Let sweeps begin again: the service is as deployed. Nothing where another has begun since."""

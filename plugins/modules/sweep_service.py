@@ -25,7 +25,7 @@ description:
   - C(state=observed) looks, changes nothing, and tells which sweep has the service; with O(token) also
     why that sweep no longer has it.
   - C(state=deploying) fails when a sweep has the service, and keeps sweeps away until C(state=deployed) with
-    the RV(deployment) that it returned.
+    the RV(deployment) that it returned. Given that, it fails when another deployment has begun since.
   - The deployed unit is never written.
 options:
   name:
@@ -46,7 +46,7 @@ options:
     type: str
     default: ""
   deployment:
-    description: For C(state=deployed), what C(state=deploying) returned.
+    description: For C(state=deployed), and C(state=deploying) again, what C(state=deploying) returned.
     type: str
     default: ""
   study:
@@ -129,6 +129,10 @@ swept_by:
   description: Which sweep has the service, in words; empty when none has.
   type: str
   returned: state=observed
+unfinished:
+  description: Which deployment has not ended, in words; empty without one.
+  type: str
+  returned: state=restored
 lost:
   description: Why the sweep O(token) no longer has the service; empty when it has, or without O(token).
   type: str
@@ -243,20 +247,24 @@ def restored(service: SweptService, params: dict[str, Any], check: bool) -> dict
         "found": found,
         "leftovers": leftovers,
         "released": not check,
+        "unfinished": unfinished,
         "lines": [] if params["token"] else [told],
     }
 
 
 def deploying(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:
-    """Keep sweeps away. Raises Taken when one has the service.
+    """Keep sweeps away, or see that this deployment still does. Raises Taken when a sweep has the service.
 
     No change that counts: a run that succeeds undoes it.
     """
-    del params
+    began = params["deployment"]
     if check:
         service.refuse_swept()
-        return {"changed": False, "deployment": ""}
-    return {"changed": False, "deployment": service.begin_deployment()}
+    elif began:
+        service.refuse_overtaken(began)
+    else:
+        began = service.begin_deployment()
+    return {"changed": False, "deployment": began}
 
 
 def deployed(service: SweptService, params: dict[str, Any], check: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ SHOW = "systemctl show svc.service --property"
 LEASE = "systemctl show svc-sweep-lease.timer --property ActiveState"
 DEPLOYED = ["/opt/python", "-b", "16"]
 TRIAL = ["/opt/python", "-b", "8"]
+NEW = {"deployment": ""}
 DROPIN = "[Service]\nExecStart=\nExecStart=/opt/python -b 8\nRestart=no\n"
 
 
@@ -431,7 +432,7 @@ def test_the_module_says_who_holds_the_service(host: Host) -> None:
 def test_no_sweep_begins_while_a_deployment_has_not_ended(host: Host) -> None:
     module = load("sweep_service")
     arguments = {"token": "me", "from_token": "", "study": "s", "controller": "c", "lease_seconds": 60}
-    begun = module.deploying(host.service, {}, check=False)
+    begun = module.deploying(host.service, NEW, check=False)
     assert begun["changed"] is False
     for check in (True, False):
         with pytest.raises(Deploying, match=r"that began at 20.* has not ended, or failed: .*deploy.yml"):
@@ -444,7 +445,7 @@ def test_no_sweep_begins_while_a_deployment_has_not_ended(host: Host) -> None:
 
 def test_restoring_leaves_a_deployment_alone(host: Host) -> None:
     module = load("sweep_service")
-    begun = module.deploying(host.service, {}, check=False)
+    begun = module.deploying(host.service, NEW, check=False)
     host.run(TRIAL)  # the unit is written, and the old process not restarted yet
     said = module.restored(host.service, {"token": ""}, check=False)
     assert (said["changed"], said["found"]) == (False, [])
@@ -459,11 +460,11 @@ def test_no_deployment_begins_on_a_swept_service(host: Host) -> None:
     host.take("first")
     for check in (True, False):
         with pytest.raises(Taken, match=r"is held by study s1 \(controller a@b.*restore.yml first"):
-            module.deploying(host.service, {}, check)
+            module.deploying(host.service, NEW, check)
     host.apply("first")
     host.lease = "inactive"
     with pytest.raises(Taken, match=r"by a sweep that was cut off and left .*90-sweep.conf"):
-        module.deploying(host.service, {}, check=False)
+        module.deploying(host.service, NEW, check=False)
     assert not host.service.deploying.exists()
 
 
@@ -473,17 +474,31 @@ def test_the_last_deployment_decides_when_sweeps_may_begin(
     module = load("sweep_service")
     times = iter([1000.0, 1001.0])
     monkeypatch.setattr("ansible.module_utils.arborist_sweep.time.time", lambda: next(times))
-    first = module.deploying(host.service, {}, check=False)
-    second = module.deploying(host.service, {}, check=False)
+    first = module.deploying(host.service, NEW, check=False)
+    second = module.deploying(host.service, NEW, check=False)
     module.deployed(host.service, first, check=False)
     assert "1970-01-01T00:16:41.000Z" in host.service.unfinished()
+    assert module.deploying(host.service, second, check=False) == second
+    with pytest.raises(Deploying, match=r"has overtaken this one, which began at 1970-01-01T00:16:40"):
+        module.deploying(host.service, first, check=False)
     module.deployed(host.service, second, check=False)
     assert host.service.unfinished() == ""
 
 
+def test_a_deployment_that_was_held_up_writes_nothing_under_a_sweep(host: Host) -> None:
+    module = load("sweep_service")
+    held_up = module.deploying(host.service, NEW, check=False)
+    module.deployed(host.service, module.deploying(host.service, NEW, check=False), check=False)
+    with pytest.raises(Deploying, match="has overtaken this one"):
+        module.deploying(host.service, held_up, check=False)
+    host.take("first")
+    with pytest.raises(Taken, match="is held by study s1"):
+        module.deploying(host.service, held_up, check=False)
+
+
 def test_a_dry_run_of_a_deployment_keeps_nobody_away(host: Host) -> None:
     module = load("sweep_service")
-    begun = module.deploying(host.service, {}, check=True)
+    begun = module.deploying(host.service, NEW, check=True)
     host.take()
     module.deployed(host.service, begun, check=True)
 
