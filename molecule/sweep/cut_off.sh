@@ -8,10 +8,12 @@ ansible-playbook -i molecule/inventory sweep.yml -e sweep_results_dir="$results"
     -e grid=8:4 -e sweep_prompt_limit=2 -e sweep_tokens=32 &
 sweep=$!
 trap 'kill "$sweep" 2>/dev/null || true' EXIT
+# A connection that is cut between two tasks is made anew, and nobody notices: wait for the one that runs the
+# readiness module, which the client's Python does.
 for _ in $(seq 240); do
-    if testhosts/testhosts exec "$host" -- test -e "$dropin" 2>/dev/null; then
-        # The row's start takes some seconds; its readiness wait is what the cut hits.
-        sleep 2
+    if testhosts/testhosts exec "$host" -- \
+        sh -c "test -e $dropin && pgrep -f '^/opt/sglang/client/current/bin/python'" >/dev/null 2>&1; then
+        sleep 1
         testhosts/testhosts exec "$host" -- pkill -f 'sshd: root' || true
         break
     fi
