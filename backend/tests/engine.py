@@ -35,6 +35,9 @@ def draft_flags(draft: str) -> list[str]:
 
 CHAIN = ["--speculative-algorithm", "DFLASH", *draft_flags("draft")]
 
+#: Variables every server gets.
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
 STAGES = ("draft", "build", "verify", "commit")
 _LINE = re.compile(
     r"(DDTREE metrics: budget=(?P<budget>\d+) topk=(?P<topk>\d+)|DFLASH metrics:) steps=(?P<steps>\d+) "
@@ -54,13 +57,7 @@ def tree_flags(budget: int, topk: int, draft: str = "draft") -> list[str]:
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The caller's environment without what would change a server, plus what the CPU engine needs."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "TRITON_", "PYTHONPATH"))}
-    return {
-        **clean,
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        **(extra or {}),
-    }
+    return {**clean, **ENVIRONMENT, **(extra or {})}
 
 
 def launch_command(

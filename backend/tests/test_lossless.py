@@ -102,10 +102,12 @@ def overlap(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def server(overlap: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With overlap as on accelerators, without as the CPU engine is by itself."""
     flags = [*tree_flags(64, 8), "--chunked-prefill-size", str(CHUNK)]
-    if not overlap:
-        flags.append("--disable-overlap-schedule")
-    with serve(flags, tmp_path_factory.mktemp("tree") / "log") as made:
+    environment = {"SGLANG_DDTREE_CPU_OVERLAP": "1" if overlap else ""}
+    with serve(flags, tmp_path_factory.mktemp("tree") / "log", environment) as made:
+        shown = requests.get(f"{made.url}/server_info", timeout=60).json()
+        assert shown["disable_overlap_schedule"] is not overlap
         yield made
 
 

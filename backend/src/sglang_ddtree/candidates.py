@@ -26,23 +26,17 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 class Candidates:
     """Rank paths in the order of depth and rank path, counted from 1; 0 is the root."""
 
-    depths: Any
-    """int64 ``[1 + candidates]``."""
-    ranks: Any
-    """int64 ``[1 + candidates]``: the last of the rank path, from 0."""
-    parents: Any
-    """int64 ``[1 + candidates]``."""
-    paths: Any
-    """int64 ``[1 + candidates, depth]``: the ancestors by depth, itself included, then 0."""
+    table: Any
+    """int64 ``[1 + candidates, 4 + depth]``, one row to read for a node. By column: where its token is in
+    ``[depth * ranks]``; its depth; its rank, from 0; its parent; its ancestors by depth, itself included,
+    then 0."""
     gains: Any
     """int64 ``[depth, candidates]``: where the gain of the path's rank is in ``[depth * ranks]``, and beyond
     its end where a 0 is that follows them."""
-    tokens: Any
-    """int64 ``[1 + candidates]``: where its token is in ``[depth * ranks]``."""
 
     def __len__(self) -> int:
         """How many there are, without the root."""
-        return len(self.depths) - 1
+        return int(self.table.shape[0]) - 1
 
 
 # Up to some 9 MB each.
@@ -77,7 +71,8 @@ def candidates(
     depths, last, parents, paths = (np.concatenate(column) for column in zip(*levels, strict=True))
     gains = np.where(paths > 0, np.arange(depth) * ranks + last[paths], depth * ranks)[1:]
     places = np.maximum(depths - 1, 0) * ranks + last
-    return Candidates(depths, last, parents, paths, np.ascontiguousarray(gains.T), places)
+    table = np.column_stack([places, depths, last, parents, paths])
+    return Candidates(table, np.ascontiguousarray(gains.T))
 
 
 def build(found: Candidates, gains: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -104,11 +99,12 @@ def build(found: Candidates, gains: Tensor, tokens: Tensor, count: int) -> tuple
     batch = len(names)
     place = names.new_zeros(batch, 1 + len(found))
     place.scatter_(1, names, torch.arange(1 + count, device=names.device).expand(batch, -1))
-    paths = place.gather(1, found.paths[names].flatten(1)).view(batch, 1 + count, -1)
-    nodes = tokens.flatten(1).gather(1, found.tokens[names])
-    parents = place.gather(1, found.parents[names])
+    chosen = found.table[names]
+    nodes = tokens.flatten(1).gather(1, chosen[..., 0])
+    # The parent and the path.
+    above = place.gather(1, chosen[..., 3:].flatten(1)).view(batch, 1 + count, -1)
     scores = pad(best.values[:, :count], (1, 0))
-    return nodes, parents, found.depths[names], found.ranks[names], scores, paths
+    return nodes, above[..., 0], chosen[..., 1], chosen[..., 2], scores, above[..., 1:]
 
 
 def build_on_host(found: Candidates, gains: Array, tokens: Array, count: int) -> tuple[Tensor, ...]:
@@ -118,25 +114,25 @@ def build_on_host(found: Candidates, gains: Array, tokens: Array, count: int) ->
     flat[:, :-1] = gains.reshape(batch, -1)
     # A sum along an axis that is not the last adds in its order. No bounds to check: "clip" spares a buffer.
     scores = flat.take(found.gains, 1, mode="clip").sum(1)
-    order = _order(scores, count)
+    best = np.zeros((batch, 1 + count))
     names = np.zeros((batch, 1 + count), np.int64)
+    best[:, 1:], order = _best(scores, count)
     np.add(order, 1, out=names[:, 1:])
-    chosen = np.zeros((batch, 1 + count))
     rows = np.arange(batch)[:, None]
-    chosen[:, 1:] = scores[rows, order]
     place = np.zeros((batch, 1 + len(found)), np.int64)
     place[rows, names] = np.arange(1 + count)
-    nodes = tokens.reshape(batch, -1)[rows, found.tokens[names]]
-    parents, paths = place[rows, found.parents[names]], place[rows[..., None], found.paths[names]]
-    made = (nodes, parents, found.depths[names], found.ranks[names], chosen, paths)
+    chosen = found.table[names]
+    nodes = tokens.reshape(batch, -1)[rows, chosen[..., 0]]
+    # The parent and the path.
+    above = place[rows[..., None], chosen[..., 3:]]
+    made = (nodes, above[..., 0], chosen[..., 1], chosen[..., 2], best, above[..., 1:])
     return tuple(map(torch.from_numpy, made))
 
 
-def _order(scores: Array, count: int) -> Array:
-    """Indices of the ``count`` best of each row, best first, of equal ones the first."""
-    best, order = torch.from_numpy(scores).topk(min(count + 1, scores.shape[1]), dim=1)
-    if all(len(set(row)) == len(row) for row in best.tolist()):
-        found: Array = order.numpy()[:, :count]
-    else:
-        found = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-    return found
+def _best(scores: Array, count: int) -> tuple[Array, Array]:
+    """The ``count`` best of each row, best first, of equal ones the first: values and indices."""
+    values, order = torch.from_numpy(scores).topk(min(count + 1, scores.shape[1]), dim=1)
+    if all(len(set(row)) == len(row) for row in values.tolist()):
+        return values.numpy()[:, :count], order.numpy()[:, :count]
+    chosen = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    return np.take_along_axis(scores, chosen, 1), chosen

@@ -459,7 +459,8 @@ def _known(log_probs: Tensor) -> Tensor:
 
 def on_host(values: Tensor) -> bool:
     """Whether a look at a result costs nothing."""
-    return bool(values.device.type == "cpu")
+    told: bool = values.is_cpu
+    return told
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

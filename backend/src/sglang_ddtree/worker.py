@@ -73,6 +73,8 @@ class DDTreeWorker(DFlashWorkerV2):
         self._window = max(self.options.width, self._block)
         self._draft_offsets = torch.arange(self._block, device=self.device)
         self._masked = torch.full((1, self._block - 1), int(self._mask_token_id), device=self.device)
+        #: Whether a pass has to know how many of its tokens are no padding.
+        self._counts_padding = enable_num_token_non_padded()
         self._counts = OutputCounts(self.model_runner.model_config.vocab_size, self.device)
         self._recorder = record.install(record.Recorder(self.options, self._block - 1))
         self._clock = StageClock(str(self.device), STAGES)
@@ -189,7 +191,7 @@ class DDTreeWorker(DFlashWorkerV2):
             req_to_token=self.model_runner.req_to_token_pool.req_to_token,
             start_offset=prefix_lens,
             end_offset=prefix_lens + self._window,
-            batch_size=len(prefix_lens),
+            batch_size=prefix_lens.shape[0],
             draft_token_num=self._window,
             device=self.device,
         )
@@ -222,7 +224,7 @@ class DDTreeWorker(DFlashWorkerV2):
         if self._limits.adaptive:
             learned = (tree.scores[:, 1:], path.nodes, path.lengths)
             self._limits.chooser.learn(*(tensor.cpu().numpy() for tensor in learned))
-        for of_step, seconds in self._clock.finished((tree.width, len(prefix_lens), total)):
+        for of_step, seconds in self._clock.finished((tree.width, prefix_lens.shape[0], total)):
             self._step_metrics.time(**seconds)
             self._recorder.cost(of_step, seconds)
             if self._limits.adaptive:
@@ -254,7 +256,7 @@ class DDTreeWorker(DFlashWorkerV2):
             both ``[batch, block - 1, ranks]``.
         """
         prefix_lens, block = batch.seq_lens, self._block
-        size = len(prefix_lens)
+        size = prefix_lens.shape[0]
         ids = torch.cat([bonus.unsqueeze(1), self._masked.expand(size, -1)], 1)
         lens = (host_lens + block).to(torch.int32)
         forward = ForwardBatch(
@@ -273,7 +275,7 @@ class DDTreeWorker(DFlashWorkerV2):
             capture_hidden_mode=CaptureHiddenMode.NULL,
             num_token_non_padded=(
                 torch.full((), size * block, dtype=torch.int32, device=self.device)
-                if enable_num_token_non_padded()
+                if self._counts_padding
                 else None
             ),
             global_num_token_non_padded_cpu=size * block,
@@ -361,7 +363,7 @@ class DDTreeWorker(DFlashWorkerV2):
         positions: Tensor,
     ) -> Any:
         """One pass of the target over the tree."""
-        width, size = tree.width, len(batch.seq_lens)
+        width, size = tree.width, batch.seq_lens.shape[0]
         mask = None
         if self.options.plant != "nomask":
             mask = verify_mask(tree.paths, batch.seq_lens, total)
