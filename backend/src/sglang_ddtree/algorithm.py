@@ -44,6 +44,10 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         """False: no top-k travels between steps."""
         return False
 
+    def supports_grammar_overlap(self) -> bool:
+        """True: a step lets grammars take the last step's tokens while the target runs."""
+        return True
+
     def get_platform_worker_cls(self) -> None:
         """No out-of-tree platform replaces the worker."""
 

@@ -83,6 +83,12 @@ def _seeded() -> bool:
     return bool(get_exec().deterministic.enable_deterministic_inference)
 
 
+def _grammars_of() -> str:
+    from sglang.srt.runtime_context import get_exec
+
+    return str(get_exec().kernel.grammar_backend)
+
+
 def _ddtree_runs() -> bool:
     from sglang.srt.runtime_context import get_spec
 
@@ -117,8 +123,11 @@ def _refusal(req: Any) -> str | None:
         return f"top_logprobs_num is {wanted}, expected at most the vocabulary of {req.vocab_size}."
     constraints = ("json_schema", "regex", "ebnf", "structural_tag")
     used = [name for name in constraints if getattr(parameters, name, None)]
-    if used:
-        return f"DDTREE does not support constrained decoding yet; found {', '.join(used)}."
+    if used and _grammars_of() == "outlines":
+        return (
+            f"{', '.join(used)}: DDTREE takes grammars back and forth in a tree, which outlines can't do; "
+            "expected a server with --grammar-backend xgrammar or llguidance."
+        )
     if req.return_hidden_states:
         return "DDTREE does not support return_hidden_states."
     if parameters.min_p > 0 and _seeded():

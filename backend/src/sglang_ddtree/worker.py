@@ -40,6 +40,7 @@ from sglang_ddtree.accept import Acceptance, accept, verify_mask
 from sglang_ddtree.algorithm import context_message
 from sglang_ddtree.clock import StageClock
 from sglang_ddtree.compat import draft_scope, gathered_later, logits_processor, planned, window_plan
+from sglang_ddtree.grammar import Outline, constrain
 from sglang_ddtree.graph_check import GraphCheck
 from sglang_ddtree.metrics import STAGES, StepMetrics, install, prometheus, tree_head
 from sglang_ddtree.options import ADAPTIVE_FLAG, from_environment
@@ -212,8 +213,12 @@ class DDTreeWorker(DFlashWorkerV2):
         tree = self._grow(batch, log_probs, candidates, state.bonus_tokens)
         self._clock.mark()
         positions = (prefix_lens.unsqueeze(1) + tree.depths).flatten()
+        outline = Outline.of(tree) if batch.has_grammar else None
         target = self._verify(batch, host_lens, total, plan, locations, tree, positions)
-        answers = self._answers(batch, target.logits_output, tree, positions)
+        if outline is not None and grammar_barrier is not None:
+            # With overlap, the grammars take the tokens of the step before only now.
+            grammar_barrier()
+        answers = self._answers(batch, target.logits_output, tree, positions, outline)
         self._clock.mark()
         # No step commits more tokens than the shorter of the two.
         path = accept(tree, answers, min(tree.width, self._block))
@@ -391,8 +396,10 @@ class DDTreeWorker(DFlashWorkerV2):
         self._graph_check.after(self.target_worker, forward, result, tree)
         return result
 
-    def _answers(self, batch: Any, output: Any, tree: RootedTree, positions: Tensor) -> Tensor:
-        """The target's token after each node, int64 ``[batch, width]``."""
+    def _answers(
+        self, batch: Any, output: Any, tree: RootedTree, positions: Tensor, outline: Outline | None
+    ) -> Tensor:
+        """The target's token after each node, int64 ``[batch, width]``; ``outline`` where there are grammars."""
         width, info = tree.width, batch.sampling_info
         processor = logits_processor(self)
         if gathered_later(processor, output.next_token_logits):
@@ -405,6 +412,8 @@ class DDTreeWorker(DFlashWorkerV2):
             self._counts.apply(logits, batch.req_pool_indices, batch.reqs, tree.tokens, tree.paths)
             if info.logit_bias is not None:
                 logits += info.logit_bias.unsqueeze(1)
+            if outline is not None:
+                constrain(output.next_token_logits, info.vocab_size, batch.reqs, outline)
         answers = answer_nodes(output.next_token_logits, info, width, positions).view(-1, width)
         if self.options.plant == "bias":
             drafted = answers.scatter(1, tree.parents[:, 1:].flip(1), tree.tokens[:, 1:].flip(1))
