@@ -37,8 +37,9 @@ def request(draw: random.Random) -> dict[str, Any]:
         "ignore_eos": maybe(0.4, True, False),
         "n": maybe(0.1, 1, 2, 3),
         "logit_bias": maybe(0.15, {"260": 5.0}, {"1": -100.0}, {"99999999": 1.0}, {"x": 1}),
-        "json_schema": maybe(0.05, '{"type": "object"}'),
-        "regex": maybe(0.05, "a+"),
+        "json_schema": maybe(0.1, '{"type": "object"}', '{"type": "integer"}', '{"type": 7}', "{"),
+        "regex": maybe(0.1, "a+", "(yes|no)!", "[a-z ]{5,200}", "(a", "\u00e9{3}"),
+        "ebnf": maybe(0.05, 'root ::= "a" root | "b"', "root ::= root", "x"),
         "sampling_seed": maybe(0.2, 1, 2**62),
         "custom_params": maybe(
             0.4,
@@ -80,7 +81,8 @@ def send(url: str, seed: int) -> int:
 
 
 def test_random_requests(tmp_path: Path) -> None:
-    with serve([*tree_flags(32, 8), "--chunked-prefill-size", "128"], tmp_path / "log") as server:
+    flags = [*tree_flags(32, 8), "--chunked-prefill-size", "128", "--grammar-backend", "xgrammar"]
+    with serve(flags, tmp_path / "log") as server:
         before = [one["output_ids"] for one in server.generate(PROMPTS[:4], 32)]
         with concurrent.futures.ThreadPoolExecutor(CONCURRENCY) as pool:
             statuses = list(pool.map(lambda seed: send(server.url, seed), range(REQUESTS)))

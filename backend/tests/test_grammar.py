@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import requests
 import torch
 from engine import Server, serve, tree_flags
 from prompts import PROMPTS
+from sglang_ddtree import hooks
 from sglang_ddtree.grammar import Outline, constrain
 
 VOCAB = 70
@@ -139,6 +141,22 @@ def test_where_nothing_can_follow_something_can_be_drawn() -> None:
     logits = torch.zeros(1, VOCAB)
     constrain(logits, VOCAB, [Request(grammar)], outline([""], 0))
     assert legal(logits) == [set(range(VOCAB))]
+    assert logits.unique().tolist() == [0.0]
+
+
+def test_a_backend_that_cannot_go_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    constrained = SimpleNamespace(regex="a+", custom_params=None, min_p=0.0)
+    req = SimpleNamespace(
+        sampling_params=constrained,
+        origin_input_ids=[5],
+        vocab_size=9,
+        top_logprobs_num=0,
+        return_hidden_states=False,
+    )
+    monkeypatch.setattr(hooks, "_grammars_of", lambda: "outlines")
+    assert "expected a server with --grammar-backend xgrammar" in str(hooks._refusal(req))
+    monkeypatch.setattr(hooks, "_grammars_of", lambda: "xgrammar")
+    assert hooks._refusal(req) is None
 
 
 SCHEMA = {
@@ -213,10 +231,9 @@ def test_the_answer_is_the_autoregressive_one(ar: Server, tree: Server, name: st
 def test_grammars_in_one_batch_with_requests_without(ar: Server, tree: Server) -> None:
     sampling: list[dict[str, Any]] = [{}, *GRAMMARS.values(), {}, {"max_new_tokens": 9}]
     texts = [PROMPTS[i] for i in range(len(sampling))]
-    expected = [
-        answers(ar, [text], [one])[0]["output_ids"] for text, one in zip(texts, sampling, strict=True)
-    ]
-    assert [one["output_ids"] for one in answers(tree, texts, sampling)] == expected
+    alone = [answers(ar, [text], [one])[0] for text, one in zip(texts, sampling, strict=True)]
+    together = answers(tree, texts, sampling)
+    assert [one["output_ids"] for one in together] == [one["output_ids"] for one in alone]
 
 
 def test_sampled_answers_are_legal(tree: Server) -> None:
@@ -242,12 +259,28 @@ def test_logprobs_are_of_what_is_allowed(ar: Server, tree: Server) -> None:
     assert values[1] == pytest.approx(values[0], abs=2e-3)
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"regex": "ab", "min_new_tokens": 9},
+        {"regex": "[a-d]{4}", "min_new_tokens": 9},
+        {"ebnf": "root ::= root"},
+    ],
+)
+def test_a_grammar_that_can_not_be_met_is_refused(
+    tree: Server, grammar: dict[str, Any], temperature: float
+) -> None:
+    """At the prefill or in the tree: in stock SGLang it ends the server, or the answer is a 500."""
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 20, "temperature": temperature, **grammar}}
+    reply = requests.post(f"{tree.url}/generate", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert answers(tree, ["x"], [{}])[0]["meta_info"]["completion_tokens"] > 0
+
+
 @pytest.mark.parametrize("bad", [{"regex": "(a"}, {"json_schema": '{"type": 7}'}, {"ebnf": "root ::= ("}])
 def test_a_grammar_that_is_none_is_refused(tree: Server, bad: dict[str, Any]) -> None:
-    reply = requests.post(
-        f"{tree.url}/generate",
-        json={"text": "x", "sampling_params": {"max_new_tokens": 8, **bad}},
-        timeout=60,
-    )
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 8, **bad}}
+    reply = requests.post(f"{tree.url}/generate", json=body, timeout=60)
     assert reply.status_code == 400
     assert answers(tree, ["x"], [{}])[0]["meta_info"]["completion_tokens"] > 0

@@ -1,4 +1,5 @@
-"""Constrained decoding: what a request's grammar (JSON schema, regex, EBNF) allows after each node of its tree.
+"""Constrained decoding: what a request's grammar (JSON schema, regex, EBNF) allows after each node of its
+tree.
 
 SGLang's grammars run on the host. The trees are copied there before the target is launched and walked while
 it runs. A node the grammar rules out can't be its parent's answer, so nothing below it is looked at.
@@ -16,7 +17,7 @@ from torch import Tensor
 from sglang_ddtree.candidates import Array
 from sglang_ddtree.tree import RootedTree
 
-__all__ = ["Outline", "constrain"]
+__all__ = ["Outline", "constrain", "leave_something"]
 
 #: Tokens in an element of SGLang's vocabulary masks, a bit each.
 _BITS = 32
@@ -55,12 +56,25 @@ def constrain(logits: Tensor, vocab_size: int, requests: Sequence[Any], trees: O
     for index, grammar in grammars:
         _fill(mask, index * width, grammar, trees.tokens[index], trees.parents[index], trees.used[index])
     backend.apply_vocab_mask(logits=logits, vocab_mask=mask.to(logits.device, non_blocking=True))
+    leave_something(logits)
+
+
+def leave_something(logits: Tensor) -> None:
+    """Make tokens equally likely, in place, where none is left.
+
+    A grammar may ask for what no token spells, or for an end that a least length puts off. SGLang ends a
+    request for a token that its grammar does not take; a distribution of nothing would end the server.
+    """
+    logits.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
 
 
 def _fill(
     mask: Tensor, first: int, grammar: Any, tokens: list[int], parents: list[int], used: list[bool]
 ) -> None:
-    """Fill the rows of one tree, from ``first``, for the nodes that can be reached; leave the grammar as it was."""
+    """Fill the rows of one tree, from ``first``, for the nodes that can be reached.
+
+    The grammar is left as it was.
+    """
     if grammar.is_terminated():
         return
     rows = mask.numpy()
@@ -69,31 +83,24 @@ def _fill(
         if used[node]:
             children[parents[node]].append(node)
 
-    def fill(node: int) -> None:
-        grammar.fill_vocab_mask(mask, first + node)
-        if not rows[first + node].any():
-            # Nothing can follow here. SGLang ends a request for a token that is not allowed, but nothing
-            # to draw from would end the server.
-            rows[first + node] = -1
-
-    fill(0)
-    path, open_ = [0], [iter(children[0])]
-    while open_:
-        node = next(open_[-1], None)
-        if node is None:
-            open_.pop()
+    grammar.fill_vocab_mask(mask, first)
+    path = [0]
+    while path:
+        if not children[path[-1]]:
             path.pop()
             if path:
                 grammar.rollback(1)
-        elif _allows(rows[first + path[-1]], tokens[node]):
-            grammar.accept_token(tokens[node])
-            if grammar.is_terminated():
-                # What is committed after it is cut off.
-                grammar.rollback(1)
-                continue
-            fill(node)
+            continue
+        node = children[path[-1]].pop()
+        if not _allows(rows[first + path[-1]], tokens[node]):
+            continue
+        grammar.accept_token(tokens[node])
+        if grammar.is_terminated():
+            # What is committed after it is cut off.
+            grammar.rollback(1)
+        else:
+            grammar.fill_vocab_mask(mask, first + node)
             path.append(node)
-            open_.append(iter(children[node]))
 
 
 def _allows(row: Array, token: int) -> bool:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ddtree import limits, options, record
 from sglang_ddtree.compat import Switches, logprob_settings, state_hooks
+from sglang_ddtree.grammar import leave_something
 from sglang_ddtree.metrics import StepMetrics, current, install, tree_head
 
 _registered: list[str] = []
@@ -50,6 +52,10 @@ def register() -> None:
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     )
     add(f"{processor}._resolve_spec_v2_tokens", _count_step, HookType.AROUND)
+    for step in ("_accept_grammar_tokens", "_apply_prefill_grammar"):
+        add(f"{processor}.{step}", _blame_the_request, HookType.AFTER)
+    mask = "sglang.srt.constrained.base_grammar_backend.GrammarMask.apply"
+    add(mask, lambda _, mask, logits: leave_something(logits), HookType.AFTER)
     streamer = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     add(f"{streamer}.stream_output", _flush_when_done, HookType.BEFORE)
     add("sglang.srt.managers.scheduler.Scheduler.on_idle", _flush_when_idle, HookType.BEFORE)
@@ -178,6 +184,17 @@ def _show_limits(state: dict[str, Any]) -> None:
     if (recorder := record.current()) is not None:
         state["ddtree"]["record"] = recorder.mode
         state["ddtree"]["record_path"] = str(recorder.path) if recorder.path is not None else None
+
+
+def _blame_the_request(result: Any, processor: Any, *args: Any, **arguments: Any) -> None:
+    """Answer 400, not 500, where nothing is left that a grammar takes (see ``grammar.leave_something``)."""
+    end = (arguments["req"] if "req" in arguments else args[0]).to_finish
+    if getattr(end, "status_code", None) == HTTPStatus.INTERNAL_SERVER_ERROR and "Grammar" in end.message:
+        end.status_code, end.err_type = HTTPStatus.BAD_REQUEST, "BadRequestError"
+        end.message = (
+            "The grammar has come to where none of the model's tokens is allowed, or only an end that "
+            f"min_new_tokens puts off. {end.message}"
+        )
 
 
 def _count_step(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:

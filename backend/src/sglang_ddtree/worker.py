@@ -399,7 +399,10 @@ class DDTreeWorker(DFlashWorkerV2):
     def _answers(
         self, batch: Any, output: Any, tree: RootedTree, positions: Tensor, outline: Outline | None
     ) -> Tensor:
-        """The target's token after each node, int64 ``[batch, width]``; ``outline`` where there are grammars."""
+        """The target's token after each node, int64 ``[batch, width]``.
+
+        ``outline`` is there when a request has a grammar.
+        """
         width, info = tree.width, batch.sampling_info
         processor = logits_processor(self)
         if gathered_later(processor, output.next_token_logits):
