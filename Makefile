@@ -95,7 +95,8 @@ test-backend: engine ## the backend on the real SGLang
 # Side by side as well. RELEASES=0.5.22 tests that one alone; RELEASE_TESTS= runs all tests on each.
 RELEASES ?= $(patsubst requirements/engine-%.txt,%,$(wildcard requirements/engine-[0-9]*.txt))
 RELEASE_TESTS ?= test_arguments or test_triton.py or test_serving and ([chain] or [16:4] or one_branch) \
-  or test_features and (frequency or logprobs or seeded or refused or switch or metrics_are)
+  or test_features and (frequency or logprobs or seeded or refused or switch or metrics_are) \
+  or test_grammar and (no_overlap or overlap) and not sampled
 
 test-releases: engine ## the older tested releases of SGLang: what differs between them
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(RELEASES:%=test-release-%)

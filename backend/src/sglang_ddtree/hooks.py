@@ -53,7 +53,7 @@ def register() -> None:
     )
     add(f"{processor}._resolve_spec_v2_tokens", _count_step, HookType.AROUND)
     for step in ("_accept_grammar_tokens", "_apply_prefill_grammar"):
-        add(f"{processor}.{step}", _blame_the_request, HookType.AFTER)
+        add(f"{processor}.{step}", _blame_the_request, HookType.AROUND)
     mask = "sglang.srt.constrained.base_grammar_backend.GrammarMask.apply"
     add(mask, lambda _, mask, logits: leave_something(logits), HookType.AFTER)
     streamer = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
@@ -186,15 +186,21 @@ def _show_limits(state: dict[str, Any]) -> None:
         state["ddtree"]["record_path"] = str(recorder.path) if recorder.path is not None else None
 
 
-def _blame_the_request(result: Any, processor: Any, *args: Any, **arguments: Any) -> None:
-    """Answer 400, not 500, where nothing is left that a grammar takes (see ``grammar.leave_something``)."""
-    end = (arguments["req"] if "req" in arguments else args[0]).to_finish
-    if getattr(end, "status_code", None) == HTTPStatus.INTERNAL_SERVER_ERROR and "Grammar" in end.message:
-        end.status_code, end.err_type = HTTPStatus.BAD_REQUEST, "BadRequestError"
+def _blame_the_request(original: Callable[..., Any], processor: Any, *args: Any, **arguments: Any) -> Any:
+    """Answer 400 where nothing is left that a grammar takes (see ``grammar.leave_something``).
+
+    SGLang gives up such a request with a 500, before 0.5.23 with an abort that gives no reason.
+    """
+    req = arguments["req"] if "req" in arguments else args[0]
+    before = req.to_finish
+    taken = original(processor, *args, **arguments)
+    if (end := req.to_finish) is not before:
         end.message = (
-            "The grammar has come to where none of the model's tokens is allowed, or only an end that "
+            "The grammar has come to where it allows none of the model's tokens, or only an end that "
             f"min_new_tokens puts off. {end.message}"
         )
+        end.status_code, end.err_type = HTTPStatus.BAD_REQUEST, "BadRequestError"
+    return taken
 
 
 def _count_step(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
