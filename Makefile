@@ -96,7 +96,7 @@ test-backend: engine ## the backend on the real SGLang
 RELEASES ?= $(patsubst requirements/engine-%.txt,%,$(wildcard requirements/engine-[0-9]*.txt))
 RELEASE_TESTS ?= test_arguments or test_triton.py or test_serving and ([chain] or [16:4] or one_branch) \
   or test_features and (frequency or logprobs or seeded or refused or switch or metrics_are) \
-  or test_grammar and (no_overlap or overlap) and not sampled
+  or test_grammar and overlap and not sampled
 
 test-releases: engine ## the older tested releases of SGLang: what differs between them
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(RELEASES:%=test-release-%)
